@@ -1,0 +1,1 @@
+"""keiro: durable workflows as event-sourced aggregates, inside your own program."""

@@ -1,0 +1,120 @@
+"""Every exception keiro raises for a caller.
+
+Each message says what was wrong, where, and what to do next. Control flow inside a body (`RunSealed`) is a
+`BaseException`, so that a broad `except Exception` in user code cannot swallow it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keiro.failures import Failure
+
+
+class KeiroError(Exception):
+    """Base of all keiro errors."""
+
+
+class RunConflict(KeiroError):
+    """A run with this workflow and key exists and was started with another input."""
+
+
+class RunNotFound(KeiroError):
+    """No run has this id."""
+
+
+class InvalidName(KeiroError, ValueError):
+    """A workflow name, key, step name or run id breaks the rules for names."""
+
+
+class InvalidCall(KeiroError, TypeError):
+    """A workflow or step was called with arguments it does not take, or used where it cannot be."""
+
+
+class UnknownWorkflow(KeiroError):
+    """The workflow is not registered with this engine."""
+
+
+class StepFailed(KeiroError):
+    """A step failed and its original exception could not be built again; `failure` holds all that was stored."""
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class StepNameClash(KeiroError):
+    """Two tasks of one run used the same step name: replay could not tell them apart."""
+
+
+class WorkflowFailed(KeiroError):
+    """The run ended as failed; the original exception is `__cause__`."""
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class WorkflowCancelled(KeiroError):
+    """The run ended as cancelled."""
+
+
+class ChildFailed(WorkflowFailed):
+    """A child run failed; the original exception is `__cause__`."""
+
+
+class ChildCancelled(WorkflowCancelled):
+    """A child run was cancelled."""
+
+
+class DeferredCancelled(KeiroError):
+    """The deferred this run waited for was cancelled."""
+
+
+class PayloadRejected(KeiroError, ValueError):
+    """A value cannot be stored. `where` names the step or input, `path` the place in the value (`$.a[3]`)."""
+
+    def __init__(self, message: str, *, where: str, path: str = "$") -> None:
+        super().__init__(message)
+        self.where = where
+        self.path = path
+
+
+class DecodeFailed(KeiroError, ValueError):
+    """A stored value does not fit the annotation it is read with. `where` names the step or input."""
+
+    def __init__(self, message: str, *, where: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class NonDeterminism(KeiroError):
+    """A replay asked for something the journal contradicts."""
+
+
+class FenceLost(KeiroError):
+    """Another worker owns the run now; nothing was written."""
+
+
+class StoreError(KeiroError):
+    """Base of errors of the store."""
+
+
+class StoreBusy(StoreError):
+    """Another process held the store's lock for longer than the limit; nothing was written. Try again."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached or written (lost server, full disk, read-only file); nothing was written."""
+
+
+class MigrationRequired(StoreError):
+    """The database schema is older or newer than this version of keiro, or is not keiro's."""
+
+
+class RunSealed(BaseException):
+    """Raised by every `run.*` call of a body whose run this process must no longer drive.
+
+    A `BaseException`, because user code must not swallow it: from this point nothing is recorded.
+    """

@@ -1,0 +1,111 @@
+"""Names, keys, run ids and deterministic event ids.
+
+A run is identified by `(workflow, key)` and a round; its id is one string that parses one way only. Event ids are
+UUIDv5 in the URL namespace over UTF-8 text, so every process derives the same id for the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from typing import Final, NamedTuple
+
+from keiro.errors import InvalidName
+
+WORKFLOW_NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,128}")
+ROUND: Final = re.compile(r"[1-9][0-9]*")
+MAX_KEY_BYTES: Final = 512
+MAX_STEP_BYTES: Final = 512
+_FORBIDDEN: Final = re.compile(r"[:#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_FORBIDDEN_IN_STEP: Final = re.compile(r"[:#/\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class RunId(NamedTuple):
+    """The parts of a run id `wf:<workflow>-<key>` (round 0) or `wf:<workflow>-<key>#<round>`."""
+
+    workflow: str
+    key: str
+    round: int = 0
+
+    def __str__(self) -> str:
+        return run_id(self.workflow, self.key, self.round)
+
+
+def check_workflow_name(name: str) -> str:
+    """Return `name` if it may name a workflow, else raise `InvalidName`."""
+    if not isinstance(name, str) or not WORKFLOW_NAME.fullmatch(name):
+        raise InvalidName(f"{name!r} cannot name a workflow: use 1 to 128 of the characters A-Z a-z 0-9 _ .")
+    return name
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it may identify a run of a workflow, else raise `InvalidName`."""
+    if not isinstance(key, str) or not key:
+        raise InvalidName(f"{key!r} cannot be the id of a run: it must be a non-empty string")
+    if found := _FORBIDDEN.search(key):
+        raise InvalidName(
+            f"{key!r} cannot be the id of a run: character {found[0]!r} at {found.start()} is not allowed "
+            "(no ':' or '#', no control characters, no lone surrogates)"
+        )
+    if len(key.encode()) > MAX_KEY_BYTES:
+        raise InvalidName(f"the id of a run has at most {MAX_KEY_BYTES} bytes of UTF-8, this one has {len(key.encode())}")
+    return key
+
+
+def check_step_name(name: str) -> str:
+    """Return `name` if it may name a user's step or scope, else raise `InvalidName`."""
+    if not isinstance(name, str) or not name:
+        raise InvalidName(f"{name!r} cannot name a step: it must be a non-empty string")
+    if found := _FORBIDDEN_IN_STEP.search(name):
+        raise InvalidName(
+            f"{name!r} cannot name a step: character {found[0]!r} at {found.start()} is not allowed "
+            "(no ':' '#' or '/', no control characters, no lone surrogates)"
+        )
+    if name.startswith("__workflow"):
+        raise InvalidName(f"{name!r} cannot name a step: names that begin with '__workflow' are the engine's own")
+    if len(name.encode()) > MAX_STEP_BYTES:
+        raise InvalidName(f"a step name has at most {MAX_STEP_BYTES} bytes of UTF-8, this one has {len(name.encode())}")
+    return name
+
+
+def run_id(workflow: str, key: str, round: int = 0) -> str:
+    """The string that identifies a run in the journal, in every table and as `originator_id`."""
+    return f"wf:{workflow}-{key}#{round}" if round else f"wf:{workflow}-{key}"
+
+
+def parse_run_id(text: str) -> RunId:
+    """Split a run id into its parts; raise `InvalidName` if it is not one."""
+    head, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+    workflow, dash, tail = rest.partition("-")
+    key, hash_, round_ = tail.partition("#")
+    if head != "wf" or not dash or (hash_ and not ROUND.fullmatch(round_)):
+        raise InvalidName(f"{text!r} is not a run id: it must read wf:<workflow>-<key> or wf:<workflow>-<key>#<round>")
+    return RunId(check_workflow_name(workflow), check_key(key), int(round_) if hash_ else 0)
+
+
+class StepIds:
+    """Derives the event ids of one round: UUIDv5 of `keiro:workflow:<workflow>:<key>:<round>:<step>`.
+
+    The hash of the common prefix is computed once; an id costs one copy of it (uuid.uuid5 costs three times that).
+    """
+
+    __slots__ = ("_prefix",)
+
+    def __init__(self, workflow: str, key: str, round: int) -> None:
+        self._prefix = hashlib.sha1(
+            uuid.NAMESPACE_URL.bytes + f"keiro:workflow:{workflow}:{key}:{round}:".encode(), usedforsecurity=False
+        )
+
+    def __call__(self, step: str) -> bytes:
+        """The 16 bytes of the id of the event that records `step`."""
+        digest = self._prefix.copy()
+        digest.update(step.encode())
+        raw = digest.digest()
+        return raw[:6] + bytes((raw[6] & 0x0F | 0x50,)) + raw[7:8] + bytes((raw[8] & 0x3F | 0x80,)) + raw[9:16]
+
+
+def sleep_id(workflow: str, key: str, round: int, step: str) -> uuid.UUID:
+    """The id of a sleep's clock; round 0 keeps the form without a round."""
+    middle = f"{round}:" if round else ""
+    return uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:workflow-sleep:{workflow}:{key}:{middle}{step}")

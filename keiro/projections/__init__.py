@@ -1,0 +1,1 @@
+"""Read models: pure folds of events into rows."""
