@@ -1,0 +1,179 @@
+"""`@workflow`, `@step` and their options: what a definition is, before any engine runs it.
+
+A definition only describes; it holds no state and knows no store.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, overload
+
+from keiro.codec import Decoder, InputCodec, input_codec, result_decoder
+from keiro.errors import InvalidCall
+from keiro.identity import check_step_name, check_workflow_name
+from keiro.retry import Retry
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def seconds(value: float | timedelta | None, what: str) -> float | None:
+    """A duration in seconds as a finite, positive float; raise `InvalidCall` for anything else."""
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+        raise InvalidCall(f"{what} must be a positive, finite number of seconds or a timedelta, not {value!r}")
+    return float(number)
+
+
+class Step:
+    """A function as a step: its name, its options and how its result is read back. Call it like the function."""
+
+    __slots__ = ("__dict__", "__weakref__", "decode", "fn", "is_async", "name", "retry", "timeout")
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str | None = None,
+        retry: Retry | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise InvalidCall(f"a step must be a function or another callable, not {fn!r}")
+        self.fn = fn
+        self.name = check_step_name(name if name is not None else _name_of(fn))
+        self.is_async = _is_async(fn)
+        self.retry = retry
+        self.timeout = seconds(timeout, f"timeout of step {self.name!r}")
+        self.decode: Decoder = result_decoder(fn, where=f"result of step {self.name!r}")
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<step {self.name}>"
+
+
+_plain: weakref.WeakKeyDictionary[Callable[..., Any], Step] = weakref.WeakKeyDictionary()
+
+
+def step_of(fn: Callable[..., Any]) -> Step:
+    """The step a callable stands for: itself, or one made (once) of a plain function."""
+    if type(fn) is Step:
+        return fn
+    try:
+        found = _plain.get(fn)
+    except TypeError:  # unhashable, or not weakly referable: made anew at each call
+        return Step(fn)
+    if found is None:
+        found = Step(fn)
+        # A bound method is a new object at each access and dies at once: caching it would only churn.
+        if not inspect.ismethod(fn):
+            try:
+                _plain[fn] = found
+            except TypeError:
+                pass
+    return found
+
+
+@overload
+def step(fn: Callable[P, T], /) -> Callable[P, T]: ...
+@overload
+def step(
+    *, name: str | None = None, retry: Retry | None = None, timeout: float | timedelta | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def step(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    retry: Retry | None = None,
+    timeout: float | timedelta | None = None,
+) -> Any:
+    """Give a function the options it has as a step: its name, retries, and a timeout in seconds for each attempt.
+
+    The function may be async or plain; a plain one runs in a thread. It stays callable as before.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Step:
+        return Step(fn, name=name, retry=retry, timeout=timeout)
+
+    return decorate if fn is None else decorate(fn)
+
+
+class Workflow:
+    """A workflow: its name, its body, and how its input and result are stored."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        *,
+        name: str | None = None,
+        retry: Retry | None = None,
+        version: str | None = None,
+        aggregate: type[Any] | None = None,
+    ) -> None:
+        if not inspect.iscoroutinefunction(body):
+            raise InvalidCall(f"the body of a workflow must be an async function, {body!r} is not")
+        self.body = body
+        self.name = check_workflow_name(name if name is not None else _name_of(body))
+        self.retry = retry
+        self.version = version
+        self.aggregate = aggregate
+        self.input: InputCodec = input_codec(body, skip_first=True, where=f"input of workflow {self.name!r}")
+        self.decode_result: Decoder = result_decoder(body, where=f"result of workflow {self.name!r}")
+        functools.update_wrapper(self, body, updated=())
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return await self.body(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<workflow {self.name}>"
+
+
+@overload
+def workflow(body: Callable[..., Any], /) -> Workflow: ...
+@overload
+def workflow(
+    *, name: str | None = None, retry: Retry | None = None, version: str | None = None
+) -> Callable[[Callable[..., Any]], Workflow]: ...
+def workflow(
+    body: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    retry: Retry | None = None,
+    version: str | None = None,
+) -> Any:
+    """Make an async function whose first parameter is the run into a workflow.
+
+    `name` (default: the function's) is stored with every run: keep it when the function is renamed. `retry` runs the
+    body again after an exception left it (default: the run fails). `version` is a tag stored with each run.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Workflow:
+        return Workflow(body, name=name, retry=retry, version=version)
+
+    return decorate if body is None else decorate(body)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _is_async(fn: Callable[..., Any]) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))
