@@ -1,0 +1,1 @@
+"""What users import in their own tests. Nothing in keiro outside this package depends on it."""
