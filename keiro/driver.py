@@ -1,0 +1,498 @@
+"""Drives one run in this process: replays its journal, executes what is new, records, and settles it.
+
+A step whose record is in the history returns it without running. Everything else is appended under the fence of this
+worker; once the run is sealed (fence lost, shutdown) every call of the body raises `RunSealed` and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from asyncio import Task
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
+from typing import Any, Final, Protocol
+from weakref import ReferenceType, ref
+
+import msgspec
+from msgspec import Raw
+
+from keiro import codec
+from keiro.decisions import (
+    AlreadyPresent,
+    Append,
+    Appended,
+    FenceLost,
+    New,
+    Outcome,
+    RefusedTerminal,
+    Stored,
+    fold,
+    new,
+)
+from keiro.definition import Step, Workflow
+from keiro.errors import KeiroError, NonDeterminism, PayloadRejected, RunSealed, StepNameClash, StoreBusy, StoreUnavailable
+from keiro.events import (
+    AttemptFailed,
+    Event,
+    StepRecorded,
+    WorkflowCompleted,
+    WorkflowFailed,
+    WorkflowRetried,
+)
+from keiro.failures import capture, revive
+from keiro.identity import StepIds
+from keiro.retry import Retry
+from keiro.rows import Head, Run
+from keiro.run import WorkflowRun, aggregate_of, bind
+from keiro.stores.base import Store
+
+COMPLETED: Final = "__workflow_completed__"
+FAILED: Final = "__workflow_failed__"
+STORE_RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class Host(Protocol):
+    """What a driver needs of the engine that hosts it."""
+
+    store: Store
+    strict: bool
+    payload_limit: int
+
+    def wall_ms(self) -> int:
+        """The time events are recorded at."""
+
+    def report(self, event: str, run_id: str, **fields: object) -> None:
+        """Tell operators something they should know."""
+
+
+class Strand:
+    """One asyncio task of a run: where it stands in time and in its own stream of random numbers.
+
+    Strands are named by the path of their creation (`0`, `0.1`, `0.1.2`), which a replay repeats, not by the order in
+    which they happened to run.
+    """
+
+    __slots__ = ("children", "driver", "now_ms", "path", "rng", "task")
+
+    def __init__(self, driver: Driver, task: ReferenceType[Task[Any]], path: str, now_ms: int) -> None:
+        self.driver = driver
+        self.task = task
+        self.path = path
+        self.now_ms = now_ms
+        self.children = 0
+        self.rng: random.Random | None = None
+
+
+_strand: ContextVar[Strand | None] = ContextVar("keiro_strand", default=None)
+
+
+class Driver:
+    """One resident run."""
+
+    __slots__ = (
+        "__weakref__",
+        "_append_version",
+        "_history",
+        "_ids",
+        "_in_flight",
+        "_names",
+        "_root",
+        "draining",
+        "epoch",
+        "host",
+        "lost",
+        "owner",
+        "run",
+        "sealed",
+        "task",
+        "workflow",
+    )
+
+    def __init__(self, host: Host, workflow: Workflow, run: Run, head: Head, stored: list[Stored]) -> None:
+        self.host = host
+        self.workflow = workflow
+        self.run = run
+        self.owner = head.owner
+        self.epoch = head.epoch
+        self.sealed = False
+        self.draining = False
+        self._in_flight = 0
+        self.lost = False
+        self.task: Task[None] | None = None
+        self._append_version = head.version
+        self._names: dict[str, Any] = {}
+        self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
+        self._history: dict[str, Recorded] = history_of(stored)
+        self._root: Strand | None = None
+
+    # Life
+
+    async def drive(self) -> None:
+        """Run the body to its end and settle the run, unless it is sealed before."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
+        _strand.set(self._root)
+        instance: WorkflowRun = aggregate_of(self.workflow, self.run)
+        bind(instance, self)
+        try:
+            args, kwargs = self.workflow.input.decode(self.run.input_json.encode())
+            result = await self.workflow.body(instance, *args, **kwargs)
+            payload = codec.encode(result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit)
+            event: Event = WorkflowCompleted(result=Raw(payload))
+        except RunSealed:
+            return
+        except asyncio.CancelledError as error:
+            # Cancelled from outside (shutdown, the loop's end): the run is handed back, it has not failed. Without a
+            # request to cancel this task, the body awaited something that was cancelled: that is its own failure.
+            if self.sealed or task.cancelling():
+                self.sealed = True
+                raise
+            event = self._failed(error)
+        except Exception as error:
+            if self.sealed:
+                return
+            event = self._failed(error)
+        if self.sealed:
+            # The body swallowed the seal and went on to its end: whatever it returned is not the run's.
+            return
+        await self._settle(event)
+
+    def _failed(self, error: BaseException) -> Event:
+        policy = self.workflow.retry
+        attempt = self.run.attempts + 1
+        delay = None
+        if policy is not None and not isinstance(error, PayloadRejected):
+            delay = policy.delay(attempt, error, random.random())
+        failure = capture(error)
+        if delay is None:
+            return WorkflowFailed(failure=failure)
+        due = self.host.wall_ms() + round(delay * 1000)
+        return WorkflowRetried(attempt=attempt, failure=failure, next_attempt_at_ms=due)
+
+    async def _settle(self, event: Event) -> None:
+        # A failure may be followed by another one after a resurrection or a retry, so its id is fresh each time.
+        event_id = self._ids(COMPLETED) if isinstance(event, WorkflowCompleted) else uuid.uuid4().bytes
+        await self._record(new(event, event_id))
+
+    def seal(self) -> None:
+        """Stop the body before its next effect; from now on nothing is recorded."""
+        if not self.sealed:
+            self.sealed = True
+            if self.task is not None and not self.task.done():
+                self.task.cancel()
+
+    def drain(self) -> None:
+        """Let the steps under way end and be recorded, then stop."""
+        self.draining = True
+        if not self._in_flight:
+            self.seal()
+
+    # Recording
+
+    async def _record(self, one: New) -> tuple[Outcome, int]:
+        """Append one event under the fence, however often the store is away meanwhile; and when it was recorded."""
+        pauses = iter(STORE_RETRY_S)
+        while True:
+            try:
+                return await self._append(one)
+            except (StoreBusy, StoreUnavailable) as error:
+                # The effect has happened: its record must not be lost to an outage. Nothing was written, so the
+                # same append is sent again, at the version the run now has.
+                self.host.report("store_away", self.run.run_id, error=str(error))
+                await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
+                await self._reload()
+
+    async def _append(self, one: New) -> tuple[Outcome, int]:
+        if self.sealed:
+            raise RunSealed(_sealed(self.run.run_id))
+        at_ms = self.host.wall_ms()
+        expected = self._append_version
+        self._append_version = expected + 1
+        run = self.run
+        events = (one,)
+        after = fold(run, events, at_ms)
+        changed = after is not run
+        if changed:
+            self.run = after
+        outcome = await self.host.store.submit(
+            Append(
+                run.run_id,
+                events,
+                at_ms,
+                run.run_key,
+                self.owner,
+                self.epoch,
+                expected,
+                after if changed else None,
+            )
+        )
+        if type(outcome) is Appended:
+            if outcome.version != expected + 1:
+                # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+                self._append_version = max(self._append_version, outcome.version)
+            return outcome, at_ms
+        if isinstance(outcome, AlreadyPresent):
+            self._append_version = max(self._append_version, outcome.stored.version)
+            return outcome, outcome.stored.recorded_at_ms
+        self.lost = True
+        self.seal()
+        match outcome:
+            case FenceLost():
+                self.host.report("fence_lost", run.run_id)
+            case RefusedTerminal():
+                self.host.report("already_ended", run.run_id, status=outcome.status)
+        raise RunSealed(_sealed(run.run_id))
+
+    async def _reload(self) -> None:
+        pauses = iter(STORE_RETRY_S)
+        while True:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id))
+            try:
+                found = await self.host.store.head(self.run.run_id)
+            except (StoreBusy, StoreUnavailable):
+                await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
+                continue
+            if found is not None:
+                self._append_version = found[1].version
+            return
+
+    # What a body calls
+
+    def step(
+        self,
+        step: Step,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        retry: Retry | None,
+        timeout: float | None,
+    ) -> Coroutine[Any, Any, Any]:
+        """Reserve the step's name now; the coroutine returns its result."""
+        if self.sealed:
+            raise RunSealed(_sealed(self.run.run_id))
+        strand = self._here()
+        name = self._reserve(name, strand)
+        found = self._history.pop(name, None)
+        if found is None:
+            return self._execute(strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, 1)
+        return self._replay(strand, found, step, name, args, kwargs, retry, timeout)
+
+    def _reserve(self, name: str, strand: Strand) -> str:
+        seen = self._names.get(name)
+        if seen is None:
+            self._names[name] = [strand.path, 1]
+            return name
+        if seen[0] != strand.path:
+            raise StepNameClash(
+                f"step {name!r} of {self.run.run_id} is used by two tasks at once, a replay could not tell them apart: "
+                "pass key= to name each call, or use run.scope(key) or run.map(...)"
+            )
+        seen[1] += 1
+        return f"{name}#{seen[1]}"
+
+    async def _replay(
+        self,
+        strand: Strand,
+        found: Recorded,
+        step: Step,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        retry: Retry | None,
+        timeout: float | None,
+    ) -> Any:
+        event = found.event
+        if event.inputs_digest is not None and event.inputs_digest != codec.digest(args, kwargs):
+            problem = f"step {name!r} of {self.run.run_id} was recorded with other inputs than it is called with now"
+            if self.host.strict:
+                raise NonDeterminism(f"{problem}: the body must call it with the same values at every replay")
+            self.host.report("inputs_differ", self.run.run_id, step=name)
+        if type(event) is StepRecorded:
+            strand.now_ms = found.at_ms
+            return step.decode(event.result)
+        assert isinstance(event, AttemptFailed)
+        if event.next_attempt_at_ms is None:
+            strand.now_ms = found.at_ms
+            raise revive(event.failure)
+        await self._pause(event.next_attempt_at_ms)
+        return await self._execute(
+            strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, event.attempt + 1
+        )
+
+    async def _execute(
+        self,
+        strand: Strand,
+        step: Step,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        retry: Retry | None,
+        timeout: float | None,
+        attempt: int,
+    ) -> Any:
+        digest = codec.digest(args, kwargs) if args or kwargs else None
+        while True:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id))
+            self._in_flight += 1
+            try:
+                again_at, result = await self._attempt(
+                    strand, step, name, args, kwargs, retry, timeout, attempt, digest
+                )
+            finally:
+                self._in_flight -= 1
+                if self.draining and not self._in_flight:
+                    self.seal()
+            if again_at is None:
+                return result
+            await self._pause(again_at)
+            attempt += 1
+
+    async def _attempt(
+        self,
+        strand: Strand,
+        step: Step,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        retry: Retry | None,
+        timeout: float | None,
+        attempt: int,
+        digest: str | None,
+    ) -> tuple[int | None, Any]:
+        """Run the step once and record how it went: (None, result), or (when to try again, None), or its failure."""
+        host = self.host
+        started = host.wall_ms()
+        try:
+            if timeout is None:
+                value = await step.fn(*args, **kwargs) if step.is_async else await in_thread(step.fn, args, kwargs)
+            else:
+                async with asyncio.timeout(timeout):
+                    value = await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
+            payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
+        except Exception as error:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id)) from error
+            again_at = None
+            # A value that cannot be stored will not become storable by running the step again.
+            if retry is not None and not isinstance(error, PayloadRejected):
+                delay = retry.delay(attempt, error, random.random())
+                again_at = None if delay is None else host.wall_ms() + round(delay * 1000)
+            failure = capture(error)
+            failed = AttemptFailed(
+                step=name,
+                attempt=attempt,
+                failure=failure,
+                next_attempt_at_ms=again_at,
+                started_at_ms=started,
+                inputs_digest=digest,
+            )
+            _, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
+            if again_at is not None:
+                return again_at, None
+            # Raised as a replay will raise it, so that the body sees the same now.
+            again = revive(failure)
+            raise again.with_traceback(error.__traceback__) from again.__cause__
+        recorded = StepRecorded(
+            step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest
+        )
+        outcome, strand.now_ms = await self._record(new(recorded, self._ids(name)))
+        if type(outcome) is AlreadyPresent:
+            # Another writer recorded this step first: its value is the step's.
+            payload = bytes(msgspec.json.decode(outcome.stored.payload, type=StepRecorded).result)
+        # Decoded only now: a value its own annotation cannot read is an error every time, but the effect is not repeated.
+        return None, step.decode(payload)
+
+    async def _pause(self, until_ms: int) -> None:
+        wait = until_ms - self.host.wall_ms()
+        if wait > 0:
+            await asyncio.sleep(wait / 1000)
+
+    # Deterministic values
+
+    def _here(self) -> Strand:
+        strand = _strand.get()
+        task = asyncio.current_task()
+        if strand is not None and strand.driver is self and strand.task() is task:
+            return strand
+        parent = strand if strand is not None and strand.driver is self else self._root
+        if task is None or parent is None:
+            raise KeiroError(f"{self.run.run_id}: run.* can only be called from the tasks of its own body")
+        parent.children += 1
+        strand = Strand(self, ref(task), f"{parent.path}.{parent.children}", parent.now_ms)
+        _strand.set(strand)
+        return strand
+
+    def now_ms(self) -> int:
+        """The time of the last event delivered to this task."""
+        return self._here().now_ms
+
+    def rng(self) -> random.Random:
+        """This task's own stream of random numbers, the same at every replay."""
+        strand = self._here()
+        if strand.rng is None:
+            strand.rng = random.Random(f"{self.run.run_id}/{strand.path}")
+        return strand.rng
+
+    def random(self) -> float:
+        """A number in [0, 1)."""
+        return self.rng().random()
+
+    def uuid4(self) -> uuid.UUID:
+        """A random UUID."""
+        return uuid.UUID(int=self.rng().getrandbits(128), version=4)
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What the journal says about a step."""
+
+    event: StepRecorded | AttemptFailed
+    at_ms: int
+
+
+_DECODERS: Final = {
+    StepRecorded.TOPIC: msgspec.json.Decoder(StepRecorded).decode,
+    AttemptFailed.TOPIC: msgspec.json.Decoder(AttemptFailed).decode,
+}
+
+
+def history_of(stored: list[Stored]) -> dict[str, Recorded]:
+    """The newest word of the journal on each step.
+
+    A retry of the workflow gives its failed steps a new chance; what succeeded stays.
+    """
+    history: dict[str, Recorded] = {}
+    decode_step = _DECODERS[StepRecorded.TOPIC]
+    decode_failure = _DECODERS[AttemptFailed.TOPIC]
+    for row in stored:
+        if row.topic == "StepRecorded":
+            event = decode_step(row.payload)
+            history[event.step] = Recorded(event, row.recorded_at_ms)
+        elif row.topic == "AttemptFailed":
+            event = decode_failure(row.payload)
+            history[event.step] = Recorded(event, row.recorded_at_ms)
+        elif row.topic == "WorkflowRetried":
+            for name in [name for name, found in history.items() if type(found.event) is AttemptFailed]:
+                del history[name]
+    return history
+
+
+async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a plain function in a daemon thread, in a copy of this task's context.
+
+    A thread cannot be stopped: when the await is cancelled it goes on, and its result is thrown away.
+    """
+    from anyio import to_thread
+
+    context = copy_context()
+    return await to_thread.run_sync(lambda: context.run(fn, *args, **kwargs), abandon_on_cancel=True)
+
+
+def _sealed(run_id: str) -> str:
+    return f"{run_id} is no longer driven by this process; nothing more is recorded here"

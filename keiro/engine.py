@@ -1,0 +1,338 @@
+"""What an application calls: an `Engine` over one store, and a `Handle` for each run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from asyncio import Future
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+from msgspec import Raw
+
+from keiro import codec, errors
+from keiro.decisions import Append, Appended, Existing, InputDiffers, Start, Stored, new
+from keiro.definition import Workflow
+from keiro.driver import Driver
+from keiro.errors import InvalidCall, KeiroError, RunConflict, RunNotFound, UnknownWorkflow
+from keiro.events import WorkflowFailed, WorkflowStarted
+from keiro.failures import Failure, capture, revive
+from keiro.identity import check_key, parse_run_id, run_id
+from keiro.rows import Head, Run, Status
+from keiro.run import workflow_of
+from keiro.stores import open_store
+from keiro.stores.base import Store
+from keiro.worker import Worker
+
+log: Final = logging.getLogger("keiro")
+
+DEFAULT_URL: Final = "sqlite:///keiro.db"
+_QUIET: Final = frozenset(("fence_lost", "already_ended", "worker_buried"))
+
+
+class Engine:
+    """Runs workflows over the journal at `url`.
+
+    `url` is `memory://`, `sqlite:///file.db` or `postgresql://…`; by default `$KEIRO_URL`, else `sqlite:///keiro.db`.
+    Use it as an async context manager: entering migrates the schema (on Postgres only with `migrate=True`, else it is
+    verified) and, unless `worker=False`, begins to drive runs of `workflows`, also those other processes left behind.
+    Leaving gives steps under way `grace` seconds to end and hands all other runs back.
+
+    `durability="normal"` (SQLite only) acknowledges before the disk has flushed: a power cut may take the newest
+    commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is called
+    with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        workflows: Sequence[Any] = (),
+        worker: bool = True,
+        durability: str = "full",
+        migrate: bool | None = None,
+        strict: bool = False,
+        grace: float = 10.0,
+        concurrency: int = 1000,
+        payload_limit: int = codec.PAYLOAD_LIMIT,
+    ) -> None:
+        self.url = url or os.environ.get("KEIRO_URL") or DEFAULT_URL
+        self.store: Store = open_store(self.url, durability=durability)
+        self.store.listener = self
+        self.strict = strict
+        self.payload_limit = payload_limit
+        self._grace = grace
+        self._concurrency = concurrency
+        self._migrate = migrate if migrate is not None else not self.url.startswith("postgres")
+        self._claims = worker
+        self._workflows: dict[str, Workflow] = {}
+        for one in workflows:
+            self._register(workflow_of(one))
+        self._worker: Worker | None = None
+        self._resident: dict[int, Driver] = {}
+        self._tasks: dict[asyncio.Task[None], Driver] = {}
+        self._waiting: dict[str, set[Future[Run]]] = {}
+        self._moved: set[asyncio.Event] = set()
+        self._looking: asyncio.Task[None] | None = None
+
+    def _register(self, workflow: Workflow) -> None:
+        other = self._workflows.setdefault(workflow.name, workflow)
+        if other is not workflow:
+            raise InvalidCall(f"two workflows are named {workflow.name!r}: give one of them another name=")
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        await self.store.open(migrate=self._migrate)
+        try:
+            self._worker = Worker(self, list(self._workflows), claims=self._claims)
+            await self._worker.start()
+        except BaseException:
+            await self.store.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Stop driving runs. Steps under way get `grace` seconds (default: the engine's) to end and be recorded; then
+        the runs are handed back: pending again, for the next start or another process."""
+        worker = self._opened()
+        await worker.stop_claiming()
+        drivers = list(self._resident.values())
+        for driver in drivers:
+            driver.drain()
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._grace if grace is None else grace)
+        self.seal_all()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.sleep(0)  # their done-callbacks have run
+        mine = [driver.run.run_key for driver in drivers if not driver.lost]
+        if mine:
+            try:
+                await self.store.release(worker.key, mine)
+            except errors.StoreError as failed:
+                # The lease ends by itself; whoever claims then continues.
+                self.report("not_handed_back", "", error=str(failed))
+        await worker.stop()
+        for waiting in self._waiting.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(errors.StoreUnavailable("the engine was closed while waiting for a result"))
+        self._waiting.clear()
+        if self._looking is not None:
+            self._looking.cancel()
+        await self.store.close()
+        self._worker = None
+
+    def _opened(self) -> Worker:
+        if self._worker is None:
+            raise InvalidCall("the engine is not open: use it inside `async with engine:`")
+        return self._worker
+
+    # Starting and waiting
+
+    async def start(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Handle:
+        """Start a run and return its handle. On return the run and its input are durable and it will be driven to its
+        end. `id` is its key within the workflow (default: a random one); starting a key that exists returns the
+        existing run if the input is equal, else raises `RunConflict`.
+        """
+        worker = self._opened()
+        definition = workflow_of(workflow)
+        registered = self._workflows.get(definition.name)
+        if registered is not definition and (self._claims or registered is not None):
+            raise UnknownWorkflow(
+                f"workflow {definition.name!r} is not one of this engine's: pass it in Engine(..., workflows=[...])"
+            )
+        key = check_key(id) if id is not None else uuid.uuid4().hex
+        payload = definition.input.encode(args, kwargs, limit=self.payload_limit)
+        started = WorkflowStarted(workflow=definition.name, key=key, input=Raw(payload), version=definition.version)
+        owned = self._claims and registered is not None and len(self._resident) < self._concurrency
+        command = Start(
+            run_id(definition.name, key),
+            new(started, uuid.uuid4().bytes),
+            self.wall_ms(),
+            worker.key if owned and worker.leased else None,
+        )
+        outcome = await self.store.submit(command)
+        match outcome:
+            case Appended(run=Run() as run):
+                if command.owner is not None:
+                    self.adopt(run, Head(run_key=run.run_key, version=1, owner=command.owner, epoch=1), [])
+            case Existing(run):
+                pass
+            case InputDiffers(run):
+                raise RunConflict(
+                    f"{run.run_id} exists and was started with another input: use another id, or the same input"
+                )
+            case _:
+                raise KeiroError(f"starting {command.run_id} was answered with {outcome!r}")
+        return Handle(self, run.run_id, definition)
+
+    async def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
+        """Start a run (or find the one that exists) and wait for its result."""
+        handle = await self.start(workflow, *args, id=id, **kwargs)
+        return await handle.result()
+
+    def handle(self, run_id: str) -> Handle:
+        """The handle of a run by its id, whether or not it exists and whoever drives it."""
+        return Handle(self, run_id, self._workflows.get(parse_run_id(run_id).workflow))
+
+    async def runs(
+        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[Run]:
+        """Runs, newest first, at most `limit`; go on from the last one's `run_key` with `before`."""
+        if status is not None and status not in set(Status):
+            raise InvalidCall(f"{status!r} is no status; there are: {', '.join(Status)}")
+        return await self.store.runs(status=status, workflow=workflow, before=before, limit=limit)
+
+    async def wait_ended(self, run_id: str, timeout: float | None = None) -> Run:
+        """The row of a run once it has ended. Raises `TimeoutError` after `timeout` seconds, `RunNotFound`."""
+        self._opened()
+        future: Future[Run] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(run_id, set())
+        waiting.add(future)
+        try:
+            # Registered first, then looked: an end between the two is not missed.
+            run = await self.store.run(run_id)
+            if run is None:
+                raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+            if run.terminal:
+                return run
+            async with asyncio.timeout(timeout):
+                return await future
+        finally:
+            waiting.discard(future)
+            if not waiting and self._waiting.get(run_id) is waiting:
+                del self._waiting[run_id]
+
+    # What the store and the worker tell
+
+    def committed(self, changed: Sequence[Run]) -> None:
+        """A commit of this process: resolve who waits for the end of a run, wake the claims for what is pending."""
+        for run in changed:
+            if run.terminal:
+                for future in self._waiting.get(run.run_id, ()):
+                    if not future.done():
+                        future.set_result(run)
+            elif run.status == Status.PENDING and self._worker is not None:
+                self._worker.wake()
+        for event in self._moved:
+            event.set()
+
+    def woken(self) -> None:
+        """Another process committed: look for what may concern us."""
+        if self._worker is not None:
+            self._worker.wake()
+        self.tick()
+
+    def tick(self) -> None:
+        """Look whether runs that others drive have ended."""
+        for event in self._moved:
+            event.set()
+        if self._waiting and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def _look(self) -> None:
+        try:
+            mine = {driver.run.run_id for driver in self._resident.values()}
+            names = [name for name in self._waiting if name not in mine]
+            for at in range(0, len(names), 500):
+                self.committed(await self.store.ended(names[at : at + 500]))
+        except errors.StoreError as error:
+            self.report("store_away", "", error=str(error))
+
+    # Driving
+
+    def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
+        """Drive a run this engine's worker owns."""
+        driver = Driver(self, self._workflows[run.workflow], run, head, stored)
+        self._resident[run.run_key] = driver
+        task = asyncio.get_running_loop().create_task(driver.drive(), name=run.run_id)
+        self._tasks[task] = driver
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        driver = self._tasks.pop(task)
+        if self._resident.get(driver.run.run_key) is driver:
+            del self._resident[driver.run.run_key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the driver of %s stopped", driver.run.run_id, exc_info=error)
+        if self._worker is not None and len(self._resident) == self._concurrency - 1:
+            self._worker.wake()
+
+    def free_slots(self) -> int:
+        """How many more runs may be resident."""
+        return self._concurrency - len(self._resident)
+
+    def seal_all(self) -> None:
+        """Stop all resident runs before their next effect."""
+        for driver in list(self._resident.values()):
+            driver.seal()
+
+    def wall_ms(self) -> int:
+        """The time events are recorded at."""
+        return time.time_ns() // 1_000_000
+
+    def report(self, event: str, run_id: str, **fields: object) -> None:
+        """Log something an operator should know."""
+        details = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        log.log(logging.INFO if event in _QUIET else logging.WARNING, "%s %s %s", event, run_id, details)
+
+
+class Handle:
+    """A run, seen from outside."""
+
+    __slots__ = ("_engine", "_workflow", "run_id")
+
+    def __init__(self, engine: Engine, run_id: str, workflow: Workflow | None) -> None:
+        self._engine = engine
+        self._workflow = workflow
+        self.run_id = run_id
+
+    async def result(self, timeout: float | None = None) -> Any:
+        """What the body returned, read from the journal: it is never run again for it.
+
+        Raises `WorkflowFailed` (the original exception is its `__cause__`) or `WorkflowCancelled` if the run ended so,
+        `TimeoutError` after `timeout` seconds, `RunNotFound`.
+        """
+        run = await self._engine.wait_ended(self.run_id, timeout)
+        if run.status == Status.COMPLETED:
+            assert run.result_json is not None
+            raw = run.result_json.encode()
+            return msgspec.json.decode(raw) if self._workflow is None else self._workflow.decode_result(raw)
+        if run.status == Status.CANCELLED:
+            raise errors.WorkflowCancelled(f"{self.run_id} was cancelled")
+        assert run.failure_json is not None
+        failure = msgspec.json.decode(run.failure_json, type=Failure)
+        raise errors.WorkflowFailed(f"{self.run_id} failed: {failure.type}: {failure.message}", failure) from revive(failure)
+
+    async def run(self) -> Run:
+        """The operational row of the run."""
+        run = await self._engine.store.run(self.run_id)
+        if run is None:
+            raise RunNotFound(f"there is no run {self.run_id!r} at {self._engine.url}: start it first, or check its id")
+        return run
+
+    async def status(self) -> Status:
+        """Where the run stands."""
+        return Status((await self.run()).status)
+
+    async def events(self) -> AsyncIterator[Stored]:
+        """All events of the run, in order."""
+        run = await self.run()
+        for stored in (await self._engine.store.history([run.run_key]))[run.run_key]:
+            yield stored
+
+    def __repr__(self) -> str:
+        return f"<handle of {self.run_id}>"

@@ -1,0 +1,204 @@
+"""The interface every store implements, and what is the same in all of them.
+
+A store locks, loads, appends, writes rows, commits and notifies. It decides nothing: under its lock it asks
+`keiro.decisions` what a command does and writes exactly that.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import AbstractEventLoop, Future
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from keiro.decisions import Command, Outcome, Stored
+from keiro.rows import Head, Run
+
+LEASE_MS: Final = 30_000
+"""A worker that has not renewed its lease for this long is taken for dead."""
+RENEW_MS: Final = 10_000
+SEAL_MS: Final = 20_000
+"""A worker that could not renew for this long stops its runs, well before anybody may claim them."""
+SAFETY_POLL_S: Final = 1.0
+"""How often a waiting process looks at the store although nothing woke it."""
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """One start of a process as a worker. `host` changes with a reboot and with the container, so pids compare."""
+
+    worker_id: str
+    host: str
+    pid: int
+    process_started: str
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker as the store knows it."""
+
+    worker_key: int
+    worker_id: str
+    host: str
+    pid: int
+    process_started: str
+    address: str | None
+    started_at_ms: int
+    lease_expires_at_ms: int
+
+
+class Listener(Protocol):
+    """What an engine wants to hear from its store, on the event-loop thread."""
+
+    def committed(self, changed: Sequence[Run]) -> None:
+        """A transaction of this process committed; these rows of `keiro_runs` changed. Called once per commit."""
+
+    def woken(self) -> None:
+        """Another process committed something, or may have."""
+
+
+class Store(Protocol):
+    """One journal. All methods run on the event-loop thread of the engine that opened the store.
+
+    Every method that writes raises `StoreUnavailable` or `StoreBusy` when nothing could be written, and returns only
+    after the commit: on SQLite and Postgres what it acknowledges survives a crash of the process and, at the default
+    durability, of the machine.
+    """
+
+    listener: Listener
+
+    async def open(self, *, migrate: bool) -> None:
+        """Connect; bring the schema up to date, or only verify it. Raises `MigrationRequired`."""
+
+    async def close(self) -> None:
+        """Finish what is under way and disconnect."""
+
+    def now_ms(self) -> int:
+        """The time all processes on this store agree on, for leases and clocks."""
+
+    def submit(self, command: Command) -> Future[Outcome]:
+        """Queue a command; it commits together with all others of this loop tick. Outcomes are values."""
+
+    async def run(self, run_id: str) -> Run | None:
+        """The row of a run."""
+
+    async def head(self, run_id: str) -> tuple[Run, Head] | None:
+        """The row and the head of a run."""
+
+    async def runs(
+        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int
+    ) -> list[Run]:
+        """Runs, newest first; `before` is the run_key to go on from."""
+
+    async def ended(self, run_ids: Sequence[str]) -> list[Run]:
+        """Those of the given runs that are terminal."""
+
+    async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
+        """The events of runs from version `after` + 1 on, in order."""
+
+    async def read(self, after: int, limit: int) -> list[Stored]:
+        """Events of all runs with a position above `after`, in order. Gap-free: what a reader has read up to a
+        position never gains an event at or below it."""
+
+    async def register(self, incarnation: Incarnation) -> int:
+        """Enter a worker with a fresh lease; its worker_key."""
+
+    async def renew(self, worker_key: int) -> bool:
+        """Extend the lease of a worker; False if the worker is no longer listed."""
+
+    async def workers(self) -> list[WorkerRow]:
+        """All listed workers."""
+
+    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
+        """Take pending (and due) runs of these workflows, oldest first. They are running and owned on return."""
+
+    async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
+        """When the next paced run of these workflows is due."""
+
+    async def unregistered(self, workflows: Sequence[str]) -> list[str]:
+        """Names of workflows with pending runs that are not among the given ones."""
+
+    async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
+        """Hand runs back: they are pending again. Only those the worker still owns."""
+
+    async def bury(self, worker: WorkerRow) -> bool:
+        """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""
+
+    async def adopt_orphans(self) -> bool:
+        """Make pending every run whose owner is no listed worker; whether there were any."""
+
+
+def wall_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+Clock = Callable[[], int]
+
+
+class Pending:
+    """A command on its way to the journal, and the future its sender awaits."""
+
+    __slots__ = ("command", "future")
+
+    def __init__(self, command: Command, future: Future[Outcome]) -> None:
+        self.command = command
+        self.future = future
+
+    def settle(self, outcome: Outcome) -> None:
+        """Tell the sender; one that no longer listens does not matter, the journal has it."""
+        if not self.future.done():
+            self.future.set_result(outcome)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the sender that nothing was written."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Queue:
+    """Commands that wait for the flush of their loop tick: all of one tick share one commit."""
+
+    __slots__ = ("_flush", "_loop", "_pending", "_scheduled")
+
+    def __init__(self, loop: AbstractEventLoop, flush: Callable[[], object]) -> None:
+        self._loop = loop
+        self._flush = flush
+        self._pending: list[Pending] = []
+        self._scheduled = False
+
+    def put(self, command: Command) -> Future[Outcome]:
+        """Queue a command; the future is settled after the commit."""
+        future: Future[Outcome] = self._loop.create_future()
+        self._pending.append(Pending(command, future))
+        self.schedule()
+        return future
+
+    def schedule(self) -> None:
+        """Call `flush` at the end of this tick, once."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def front(self, batch: list[Pending]) -> None:
+        """Put back what could not be committed, before all that came since: order is kept."""
+        self._pending[:0] = batch
+
+    def released(self) -> None:
+        """The scheduled call has happened; what is queued stays."""
+        self._scheduled = False
+
+    def hold(self) -> None:
+        """Do not schedule a flush until the next `take`: somebody else calls it."""
+        self._scheduled = True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._pending)
+
+    def take(self) -> list[Pending]:
+        """All that is queued."""
+        self._scheduled = False
+        taken, self._pending = self._pending, []
+        return taken

@@ -1,0 +1,621 @@
+"""The store in a Postgres database, shared by any number of processes and machines.
+
+One batching writer per process: everything queued while a batch commits forms the next batch, and a batch is one
+statement. It takes the store's one advisory lock, so positions are committed in order, and fences each run by an UPDATE:
+a SELECT in the same statement would read the snapshot taken before the lock was granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from asyncio import Future
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
+
+from keiro.codec import Codec
+from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
+from keiro.errors import KeiroError, StoreError, StoreUnavailable
+from keiro.rows import Head, Run
+from keiro.stores import migrate
+from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow
+from keiro.stores.faults import is_transient, postgres_fault, postgres_target
+from keiro.stores.pq import Connection, ConnectionLost, StatementError, array
+from keiro.stores.sql import MUTABLE, Program, Sql
+
+T = TypeVar("T")
+
+LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
+RECONNECT_S: Final = 5.0
+CHANNEL: Final = "keiro"
+_BEGIN: Final = (("BEGIN", ()), ("SELECT pg_advisory_xact_lock($1)", (LOCK_KEY,)))
+_NOW: Final = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+
+_LOCK: Final = f"l AS MATERIALIZED (SELECT pg_advisory_xact_lock({LOCK_KEY}))"
+_EVENT: Final = "(run_key, version, event_id, topic, payload, recorded_at_ms)"
+
+# One event of one run, by far the most frequent batch: worth a statement without arrays.
+_ONE: Final = (
+    f"WITH {_LOCK}, u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + 1 FROM l"
+    " WHERE h.run_key = $1 AND h.version = $2 AND h.owner = $3 AND h.epoch = $4 RETURNING h.run_key, h.version)"
+    f" INSERT INTO keiro.keiro_journal {_EVENT}"
+    " SELECT u.run_key, u.version, $5, $6, $7, $8 FROM u RETURNING run_key"
+)
+_ROW_TYPES: Final = {name: "bigint" if name.endswith("_at_ms") or name == "attempts" else "text" for name in MUTABLE}
+
+
+@lru_cache(maxsize=8)
+def _batch_sql(starts: bool, rows: bool) -> str:
+    """Advances of any number of runs, with their events; with changed rows and births of runs where there are any."""
+    ctes = [
+        _LOCK,
+        # $1..$6: run, version seen, owner, epoch, events, whether the owner gives the run up
+        "u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + t.n,"
+        " owner = CASE WHEN t.gives_up THEN NULL ELSE h.owner END"
+        " FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bool[])"
+        " AS t(run_key, version, owner, epoch, n, gives_up), l"
+        " WHERE h.run_key = t.run_key AND h.version = t.version AND h.owner = t.owner AND h.epoch = t.epoch"
+        " RETURNING h.run_key)",
+        # $7..$12: the events
+        "e AS (SELECT e.* FROM unnest($7::bigint[], $8::bigint[], $9::uuid[], $10::text[], $11::text[], $12::bigint[])"
+        " WITH ORDINALITY AS e(run_key, version, event_id, topic, payload, at_ms, n) JOIN u ON u.run_key = e.run_key)",
+    ]
+    n = 12
+    events = "SELECT run_key, version, event_id, topic, payload, at_ms, n FROM e"
+    done = "SELECT run_key, NULL::text FROM u"
+    if rows:
+        columns = [*MUTABLE, "run_key"]
+        types = [*(_ROW_TYPES[name] for name in MUTABLE), "bigint"]
+        arrays = ", ".join(f"${n + i}::{kind}[]" for i, kind in enumerate(types, 1))
+        n += len(columns)
+        ctes.append(
+            f"r AS (UPDATE keiro.keiro_runs r SET {', '.join(f'{c} = t.{c}' for c in MUTABLE)}"
+            f" FROM unnest({arrays}) AS t({', '.join(columns)}) JOIN u ON u.run_key = t.run_key"
+            " WHERE r.run_key = t.run_key)"
+        )
+    if starts:
+        columns = ["run_id", "workflow", "key", "status", "version_tag", "input_json", "created_at_ms", "started_at_ms"]
+        types = ["text"] * 6 + ["bigint"] * 2 + ["bigint", "uuid", "text"]
+        arrays = ", ".join(f"${n + i}::{kind}[]" for i, kind in enumerate(types, 1))
+        ctes += [
+            f"t AS (SELECT * FROM unnest({arrays}) WITH ORDINALITY"
+            f" AS t({', '.join(columns)}, owner, event_id, payload, n))",
+            f"s AS (INSERT INTO keiro.keiro_runs ({', '.join(columns)}, lineage_id)"
+            f" SELECT {', '.join(f't.{c}' for c in columns)}, t.run_id FROM t, l ORDER BY t.n"
+            " ON CONFLICT DO NOTHING RETURNING run_key, run_id)",
+            "h AS (INSERT INTO keiro.keiro_run_heads (run_key, version, owner, epoch)"
+            " SELECT s.run_key, 1, t.owner, CASE WHEN t.owner IS NULL THEN 0 ELSE 1 END"
+            " FROM s JOIN t ON t.run_id = s.run_id)",
+        ]
+        events += (
+            " UNION ALL SELECT s.run_key, 1, t.event_id, 'WorkflowStarted', t.payload, t.created_at_ms, 1000000 + t.n"
+            " FROM s JOIN t ON t.run_id = s.run_id"
+        )
+        done += " UNION ALL SELECT run_key, run_id FROM s"
+    ctes.append(
+        f"j AS (INSERT INTO keiro.keiro_journal {_EVENT} SELECT q.run_key, q.version, q.event_id, q.topic, q.payload,"
+        f" q.at_ms FROM ({events}) q ORDER BY q.n)"
+    )
+    return f"WITH {', '.join(ctes)} {done}"
+
+
+class PostgresStore:
+    """A journal in schema `keiro` of the database `url` names."""
+
+    listener: Listener
+
+    def __init__(self, url: str, *, codec: Codec) -> None:
+        self.url = url
+        self._target = postgres_target(url)
+        self._sql = Sql("keiro.", codec)
+        self._writer: Connection | None = None
+        self._reader: Connection | None = None
+        self._offset_ms = 0.0
+        self._jobs: list[Callable[[], Awaitable[None]]] = []
+        self._nudge: Future[None] | None = None
+        self._closing = False
+        self._alone = True
+        self._me = uuid.uuid4().hex
+        self._background: set[asyncio.Task[None]] = set()
+        self._notifying = False
+
+    # Opening and closing
+
+    async def open(self, *, migrate: bool) -> None:
+        """Connect, and bring the schema up to date or verify it."""
+        self._loop = asyncio.get_running_loop()
+        self._reading = asyncio.Lock()
+        self._queue = Queue(self._loop, self._flush)
+        await self._ensure(migrate)
+        self._writer = await self._connect()
+        self._reader = await self._connect(listen=True)
+        await self._read_clock()
+        self._writing = self._loop.create_task(self._write_for_ever(), name="keiro writer")
+
+    async def _ensure(self, upgrade: bool) -> None:
+        mode: migrate.Mode = "migrate" if upgrade else "verify"
+        await asyncio.to_thread(migrate.ensure_postgres, self.url, mode=mode)
+
+    async def _connect(self, *, listen: bool = False) -> Connection:
+        try:
+            if not listen:
+                return await Connection.connect(self.url)
+            conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
+            await conn.simple(f"LISTEN {CHANNEL}")
+            return conn
+        except (ConnectionLost, StatementError) as error:
+            raise self._fault(error) from error
+
+    async def close(self) -> None:
+        """Commit what is queued and disconnect."""
+        self._closing = True
+        self._wake_writer()
+        await self._writing
+        for task in self._background:
+            task.cancel()
+        for conn in (self._writer, self._reader):
+            if conn is not None:
+                await conn.close()
+
+    def _fault(self, error: Exception) -> KeiroError:
+        if isinstance(error, KeiroError):
+            return error
+        sqlstate = error.sqlstate if isinstance(error, StatementError) else None
+        fault = postgres_fault(sqlstate, str(error), self._target)
+        fault.__cause__ = error
+        return fault
+
+    # The clock: the database's, carried on by this process's monotonic one
+
+    async def _read_clock(self) -> None:
+        before = time.monotonic()
+        ((text,),) = await self._select(_NOW, ())
+        after = time.monotonic()
+        self._offset_ms = int(text) - (before + after) * 500
+
+    def now_ms(self) -> int:
+        """The database's time."""
+        return round(time.monotonic() * 1000 + self._offset_ms)
+
+    # Wakes between processes
+
+    def _heard(self, channel: str, payload: str) -> None:
+        if payload != self._me:
+            self._alone = False
+            self.listener.woken()
+
+    def _deaf(self, _: ConnectionLost) -> None:
+        # While nobody listens a wake-up may be lost: connect again at once, then look.
+        self._spawn(self._listen_again())
+
+    async def _listen_again(self) -> None:
+        while not self._closing:
+            with suppress(StoreError):
+                async with self._reading:
+                    await self._reader_now()
+                self.listener.woken()
+                return
+            await asyncio.sleep(0.5)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _published(self, changed: Sequence[Run]) -> None:
+        self.listener.committed(changed)
+        if changed and not self._alone:
+            self._notify()
+
+    def _notify(self) -> None:
+        # On the other connection, after the commit: inside the transaction it would serialise all commits.
+        if not self._notifying:
+            self._notifying = True
+            self._spawn(self._send_notify())
+
+    async def _send_notify(self) -> None:
+        with suppress(StoreError):
+            async with self._reading:
+                self._notifying = False
+                conn = await self._reader_now()
+                with suppress(ConnectionLost, StatementError):
+                    await conn.execute("SELECT pg_notify($1, $2)", (CHANNEL, self._me))
+
+    # The append
+
+    def submit(self, command: Command) -> Future[Outcome]:
+        """Queue a command for the next batch."""
+        if self._closing:
+            future: Future[Outcome] = self._loop.create_future()
+            future.set_exception(StoreUnavailable("the engine is closed: nothing can be written any more"))
+            return future
+        return self._queue.put(command)
+
+    def _flush(self) -> None:
+        # The queue stays as it is: the writer takes it when it is ready.
+        self._queue.released()
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._nudge is not None and not self._nudge.done():
+            self._nudge.set_result(None)
+
+    async def _write_for_ever(self) -> None:
+        while True:
+            if self._queue.waiting:
+                await self._commit(self._queue.take())
+            elif self._jobs:
+                await self._jobs.pop(0)()
+            elif self._closing:
+                return
+            else:
+                self._nudge = self._loop.create_future()
+                await self._nudge
+
+    async def _commit(self, batch: list[Pending]) -> None:
+        try:
+            left = await self._commit_known(batch)
+        except Exception:
+            # A lost connection may have committed all the same: the next look, under the lock, finds the events by
+            # their ids. After any other failure nothing was written.
+            left = batch
+        if left and not await self._commit_each(left) and len(left) > 1:
+            # One bad command must not take the others down.
+            for pending in left:
+                await self._commit_each([pending])
+
+    async def _commit_known(self, batch: list[Pending]) -> list[Pending]:
+        """Write, in one statement, commands whose senders know the state; return those that were wrong or do not."""
+        conn = self._writer
+        if conn is None or conn.closed:
+            return batch
+        seal = self._sql.seal
+        if len(batch) == 1:
+            command = batch[0].command
+            if (
+                type(command) is Append
+                and command.owner is not None
+                and command.expected is not None
+                and command.run is None
+                and len(command.events) == 1
+            ):
+                one = command.events[0]
+                result = await conn.execute(
+                    _ONE,
+                    (
+                        command.run_key,
+                        command.expected,
+                        command.owner,
+                        command.epoch,
+                        one.event_id.hex(),
+                        one.event.TOPIC,
+                        seal(one.payload),
+                        command.at_ms,
+                    ),
+                )
+                if not result.rowcount:
+                    return batch
+                batch[0].settle(Appended(command.expected + 1))
+                self._published(())
+                return []
+        left: list[Pending] = []
+        heads: dict[int, list[Any]] = {}
+        events: list[tuple[Any, ...]] = []
+        rows: dict[int, Run] = {}
+        births: dict[str, tuple[Pending, Run, Start]] = {}
+        appends: list[tuple[Pending, Append]] = []
+        for pending in batch:
+            command = pending.command
+            if isinstance(command, Append):
+                if command.owner is None or command.expected is None:
+                    left.append(pending)
+                    continue
+                head = heads.get(command.run_key)
+                if head is None:
+                    head = heads[command.run_key] = [command.expected, command.owner, command.epoch, 0, False]
+                elif command.expected != head[0] + head[3] or command.epoch != head[2]:
+                    left.append(pending)
+                    continue
+                version = command.expected
+                for one in command.events:
+                    version += 1
+                    events.append(
+                        (
+                            command.run_key,
+                            version,
+                            one.event_id.hex(),
+                            one.event.TOPIC,
+                            seal(one.payload),
+                            command.at_ms,
+                        )
+                    )
+                head[3] += len(command.events)
+                if command.run is not None:
+                    rows[command.run_key] = command.run
+                    head[4] = head[4] or releases(command.events, command.run)
+                appends.append((pending, command))
+            else:
+                run = born(command)
+                if command.run_id in births or not _plain(run):
+                    left.append(pending)
+                else:
+                    births[command.run_id] = (pending, run, command)
+        if not heads and not births:
+            return left
+        params: list[Any] = [array(list(heads))]
+        params += [array([head[i] for head in heads.values()]) for i in range(5)]
+        params += [array(column) for column in (zip(*events, strict=True) if events else [()] * 6)]
+        if rows:
+            changed_rows = [self._sql.changed_values(run) for run in rows.values()]
+            params += [array(column) for column in zip(*changed_rows, strict=True)]
+        if births:
+            born_rows = [
+                (
+                    run.run_id,
+                    run.workflow,
+                    run.key,
+                    run.status,
+                    run.version_tag,
+                    seal(run.input_json),
+                    run.created_at_ms,
+                    run.started_at_ms,
+                    start.owner,
+                    start.started.event_id.hex(),
+                    seal(start.started.payload),
+                )
+                for _, run, start in births.values()
+            ]
+            params += [array(column) for column in zip(*born_rows, strict=True)]
+        result = await conn.execute(_batch_sql(bool(births), bool(rows)), params)
+        changed: list[Run] = []
+        keys: set[int] = set()
+        for key, name in result.rows:
+            if name is None:
+                keys.add(int(key or 0))
+            else:
+                pending, run, _ = births.pop(name)
+                run = replace(run, run_key=int(key or 0))
+                changed.append(run)
+                pending.settle(Appended(1, run))
+        for pending, append in appends:
+            if append.run_key in keys:
+                assert append.expected is not None
+                pending.settle(Appended(append.expected + len(append.events), append.run))
+            else:
+                left.append(pending)
+        left += [pending for pending, _, _ in births.values()]
+        changed += [run for key, run in rows.items() if key in keys]
+        self._published(changed)
+        return left
+
+    async def _commit_each(self, batch: list[Pending]) -> bool:
+        """Load, decide and write one command after the other in one transaction; again after a lost connection.
+
+        False: one of several commands cannot be written, and none was. A single one is told why.
+        """
+        deadline = self._loop.time() + RECONNECT_S
+        while True:
+            try:
+                conn = await self._writer_now()
+                await conn.pipeline(_BEGIN)
+                settled = [
+                    (pending, await self._drive(conn, self._sql.execute(pending.command))) for pending in batch
+                ]
+                await conn.execute("COMMIT")
+                break
+            except Exception as error:
+                await self._roll_back()
+                if _again(error):
+                    if self._loop.time() < deadline and not self._closing:
+                        await asyncio.sleep(0.05)
+                        continue
+                elif len(batch) > 1:
+                    return False
+                fault = self._fault(error)
+                for pending in batch:
+                    pending.fail(fault)
+                return True
+        for pending, (outcome, _) in settled:
+            pending.settle(outcome)
+        self._published(
+            [d.run for _, (_, d) in settled if d.run is not None and d.run is not d.before]
+        )
+        return True
+
+    async def _roll_back(self) -> None:
+        conn = self._writer
+        if conn is not None and not conn.closed and conn.in_transaction:
+            with suppress(ConnectionLost, StatementError):
+                await conn.execute("ROLLBACK")
+
+    async def _writer_now(self) -> Connection:
+        if self._writer is None or self._writer.closed:
+            self._writer = await self._connect()
+        return self._writer
+
+    async def _reader_now(self) -> Connection:
+        if self._reader is None or self._reader.closed:
+            self._reader = await self._connect(listen=True)
+            self._alone = False  # we may have missed who came
+        return self._reader
+
+    async def _drive(self, conn: Connection, program: Program[T]) -> T:
+        try:
+            statements = next(program)
+            while True:
+                results = await conn.pipeline([(_numbered(sql), _adapted(values)) for sql, values in statements])
+                statements = program.send([list(result.rows) for result in results])
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    async def _locked(self, program: Callable[[], Program[T]]) -> T:
+        """Run a writing program under the lock, in its turn among the batches."""
+        done: Future[T] = self._loop.create_future()
+
+        async def job() -> None:
+            deadline = self._loop.time() + RECONNECT_S
+            while True:
+                try:
+                    conn = await self._writer_now()
+                    await conn.pipeline(_BEGIN)
+                    result = await self._drive(conn, program())
+                    await conn.execute("COMMIT")
+                except Exception as error:
+                    await self._roll_back()
+                    if _again(error) and self._loop.time() < deadline:
+                        await asyncio.sleep(0.05)
+                        continue
+                    if not done.done():
+                        done.set_exception(self._fault(error))
+                    return
+                if not done.done():
+                    done.set_result(result)
+                return
+
+        if self._closing:
+            raise StoreUnavailable("the engine is closed: nothing can be written any more")
+        self._jobs.append(job)
+        self._wake_writer()
+        return await done
+
+    # Reading
+
+    async def _select(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        async with self._reading:
+            for last in (False, True):
+                conn = await self._reader_now()
+                try:
+                    return list((await conn.execute(_numbered(sql), _adapted(values))).rows)
+                except ConnectionLost as error:
+                    if last:
+                        raise self._fault(error) from error
+                except StatementError as error:
+                    raise self._fault(error) from error
+        raise AssertionError("unreachable")
+
+    async def run(self, run_id: str) -> Run | None:
+        """The row of a run."""
+        rows = await self._select(self._sql.text.load_keys, (run_id,))
+        return self._sql.to_run(rows[0]) if rows else None
+
+    async def head(self, run_id: str) -> tuple[Run, Head] | None:
+        """The row and the head of a run."""
+        rows = await self._select(self._sql.text.load, (run_id,))
+        return self._sql.to_owned(rows[0]) if rows else None
+
+    async def runs(
+        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int
+    ) -> list[Run]:
+        """Runs, newest first."""
+        sql, values = self._sql.list_runs(status, workflow, before, limit)
+        return [self._sql.to_run(row) for row in await self._select(sql, values)]
+
+    async def ended(self, run_ids: Sequence[str]) -> list[Run]:
+        """The terminal ones of these runs."""
+        return [self._sql.to_run(row) for row in await self._select(*self._sql.named(self._sql.text.ended, run_ids))]
+
+    async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
+        """The events of runs."""
+        found: dict[int, list[Stored]] = {key: [] for key in run_keys}
+        to_stored = self._sql.to_stored
+        for row in await self._select(_HISTORIES, (array(list(run_keys)), after)):
+            stored = to_stored(row)
+            found[stored.run_key].append(stored)
+        return found
+
+    async def read(self, after: int, limit: int) -> list[Stored]:
+        """Events by position."""
+        return [self._sql.to_stored(row) for row in await self._select(self._sql.text.read, (after, limit))]
+
+    # Workers
+
+    async def register(self, incarnation: Incarnation) -> int:
+        """Enter a worker."""
+        key = await self._locked(lambda: self._sql.register(incarnation, None, self.now_ms()))
+        self._alone = len(await self.workers()) == 1
+        if not self._alone:
+            self._notify()  # the others learn that they are not alone any more
+        return key
+
+    async def renew(self, worker_key: int) -> bool:
+        """Extend a lease."""
+        await self._read_clock()
+        renewed = await self._locked(lambda: self._sql.renew(worker_key, self.now_ms()))
+        self._alone = len(await self.workers()) == 1
+        return renewed
+
+    async def workers(self) -> list[WorkerRow]:
+        """All workers."""
+        return self._sql.to_workers(await self._select(self._sql.text.list_workers, ()))
+
+    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
+        """Take pending runs."""
+        # Looking needs no lock: an idle worker must not stop the others from writing.
+        if not await self._select(*self._sql.any_claimable(workflows, self.now_ms())):
+            return []
+        return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms()))
+
+    async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
+        """When the next paced run is due."""
+        ((found,),) = await self._select(*self._sql.named(self._sql.text.next_due, workflows))
+        return None if found is None else int(found)
+
+    async def unregistered(self, workflows: Sequence[str]) -> list[str]:
+        """Workflows with pending runs that are not among these."""
+        rows = await self._select(*self._sql.named(self._sql.text.unregistered, workflows or ("",)))
+        return sorted(row[0] for row in rows)
+
+    async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
+        """Hand runs back."""
+        await self._locked(lambda: self._sql.release(worker_key, run_keys))
+        if not self._alone:
+            self._notify()
+
+    async def bury(self, worker: WorkerRow) -> bool:
+        """Remove a dead worker as it was seen."""
+        return await self._locked(lambda: self._sql.bury(worker))
+
+    async def adopt_orphans(self) -> bool:
+        """Make pending what is owned by no listed worker."""
+        return await self._locked(self._sql.adopt_orphans)
+
+
+_HISTORIES: Final = (
+    "SELECT j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"
+    " FROM keiro.keiro_journal j WHERE j.run_key = ANY(?::bigint[]) AND j.version > ? ORDER BY j.run_key, j.version"
+)
+
+
+def _again(error: Exception) -> bool:
+    """Whether the same transaction may succeed when sent again; what it writes is safe to send twice."""
+    if isinstance(error, StatementError):
+        return is_transient(error.sqlstate)
+    return isinstance(error, ConnectionLost | StoreUnavailable)
+
+
+def _plain(run: Run) -> bool:
+    """Whether a run is born as most are, so that the batch statement's columns say all of it."""
+    return (
+        run.round_ordinal == 0
+        and run.parent_run_id is None
+        and run.on_cancel is None
+        and run.attributes_json is None
+        and run.deadline_at_ms is None
+    )
+
+
+@lru_cache(maxsize=512)
+def _numbered(sql: str) -> str:
+    """`?` placeholders as Postgres numbers them; our statements contain no other question mark."""
+    parts = sql.split("?")
+    return "".join(part + (f"${i}" if i < len(parts) else "") for i, part in enumerate(parts, 1))
+
+
+def _adapted(values: Sequence[Any]) -> list[Any]:
+    return [value.hex() if isinstance(value, bytes) else value for value in values]

@@ -1,0 +1,337 @@
+"""The store's transactions as SQL programs, written once for every SQL dialect and driver.
+
+A program is a generator that yields lists of statements and is sent the rows of each; whoever drives it (blocking
+sqlite3, asynchronous libpq, a caller's connection) owns the transaction. Placeholders are `?`; the drivers rewrite them.
+A program runs under the journal lock where it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
+
+from msgspec.structs import replace
+
+from keiro.codec import Codec
+from keiro.decisions import Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run
+from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
+
+Row: TypeAlias = tuple[Any, ...]
+Statement: TypeAlias = tuple[str, Sequence[Any]]
+T = TypeVar("T")
+Program: TypeAlias = Generator[list[Statement], list[list[Row]], T]
+
+_WRITTEN: Final = RUN_COLUMNS[1:]  # the key is the database's to give
+MUTABLE: Final = (
+    "status",
+    "result_json",
+    "failure_json",
+    "attempts",
+    "finished_at_ms",
+    "next_attempt_at_ms",
+    "wake_at_ms",
+    "waiting_reason",
+    "waiting_token",
+    "cancel_requested_at_ms",
+)
+_INTEGERS: Final = frozenset(
+    i for i, name in enumerate(RUN_COLUMNS) if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
+)
+_SEALED: Final = frozenset(i for i, name in enumerate(RUN_COLUMNS) if name in PAYLOAD_COLUMNS)
+
+
+class Tables:
+    """SQL text for one dialect: `schema` is `keiro.` on Postgres and empty on SQLite."""
+
+    def __init__(self, schema: str) -> None:
+        runs, heads, journal, workers = (
+            f"{schema}keiro_{name}" for name in ("runs", "run_heads", "journal", "workers")
+        )
+        self.runs, self.heads, self.journal, self.workers = runs, heads, journal, workers
+        run = ", ".join(f"r.{name}" for name in RUN_COLUMNS)
+        marks = ", ".join("?" * len(_WRITTEN))
+        self.insert_run = f"INSERT INTO {runs} ({', '.join(_WRITTEN)}) VALUES ({marks}) RETURNING run_key"
+        self.insert_run_if_new = (
+            f"INSERT INTO {runs} ({', '.join(_WRITTEN)}) VALUES ({marks}) ON CONFLICT DO NOTHING RETURNING run_key"
+        )
+        self.update_run = f"UPDATE {runs} SET {', '.join(f'{c} = ?' for c in MUTABLE)} WHERE run_key = ?"
+        self.insert_head = f"INSERT INTO {heads} (run_key, version, owner, epoch) VALUES (?, ?, ?, ?)"
+        self.update_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = ?"
+        # The fence, the version and the proof that the owner's memory is current, in one statement.
+        self.advance = f"UPDATE {heads} SET version = ? WHERE run_key = ? AND version = ? AND owner = ? AND epoch = ?"
+        self.advance_and_release = (
+            f"UPDATE {heads} SET version = ?, owner = NULL WHERE run_key = ? AND version = ? AND owner = ? AND epoch = ?"
+        )
+        self.insert_event = (
+            f"INSERT INTO {journal} (run_key, version, event_id, topic, payload, recorded_at_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?)"
+        )
+        self.load = (
+            f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
+            " WHERE r.run_id = ?"
+        )
+        self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
+        stored = "j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"
+        self.load_event = (
+            f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
+            " WHERE r.run_id = ? AND j.event_id = ?"
+        )
+        self.read = (
+            f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
+            " WHERE j.position > ? ORDER BY j.position LIMIT ?"
+        )
+        self.history = f"SELECT {stored} FROM {journal} j WHERE j.run_key = ? AND j.version > ? ORDER BY j.version"
+        self.list_runs = f"SELECT {run} FROM {runs} r WHERE r.run_key < ?{{filters}} ORDER BY r.run_key DESC LIMIT ?"
+        self.insert_worker = (
+            f"INSERT INTO {workers} (worker_id, host, pid, process_started, address, started_at_ms, lease_expires_at_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING worker_key"
+        )
+        self.renew = f"UPDATE {workers} SET lease_expires_at_ms = ? WHERE worker_key = ? RETURNING worker_key"
+        self.lives = f"SELECT worker_key FROM {workers} WHERE worker_key = ?"
+        self.list_workers = (
+            "SELECT worker_key, worker_id, host, pid, process_started, address, started_at_ms, lease_expires_at_ms"
+            f" FROM {workers} ORDER BY worker_key"
+        )
+        self.delete_worker = (
+            f"DELETE FROM {workers} WHERE worker_key = ? AND lease_expires_at_ms = ? RETURNING worker_key"
+        )
+        self.orphan_runs = (
+            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running'"
+            f" AND run_key IN (SELECT run_key FROM {heads} WHERE owner = ?)"
+        )
+        # A new epoch, so that nothing the dead owner still has under way can ever match again.
+        self.orphan_heads = f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ?"
+        due = "(r.next_attempt_at_ms IS NULL OR r.next_attempt_at_ms <= ?)"
+        self.claimable = (
+            f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
+            f" WHERE r.status = 'pending' AND r.workflow IN ({{names}}) AND {due} ORDER BY r.run_key LIMIT ?"
+        )
+        self.any_claimable = (
+            f"SELECT 1 FROM {runs} r WHERE r.status = 'pending' AND r.workflow IN ({{names}}) AND {due} LIMIT 1"
+        )
+        self.claim_run = (
+            f"UPDATE {runs} SET status = 'running', started_at_ms = COALESCE(started_at_ms, ?),"
+            " next_attempt_at_ms = NULL WHERE run_key IN ({keys})"
+        )
+        self.claim_head = f"UPDATE {heads} SET owner = ?, epoch = epoch + 1 WHERE run_key IN ({{keys}})"
+        self.next_due = (
+            f"SELECT min(r.next_attempt_at_ms) FROM {runs} r"
+            " WHERE r.status = 'pending' AND r.workflow IN ({names}) AND r.next_attempt_at_ms IS NOT NULL"
+        )
+        self.unregistered = (
+            f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
+        )
+        self.release_runs = (
+            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running' AND run_key IN"
+            f" (SELECT run_key FROM {heads} WHERE owner = ? AND run_key IN ({{keys}}))"
+        )
+        self.release_heads = (
+            f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ? AND run_key IN ({{keys}})"
+        )
+        # Runs born owned by a worker that was buried meanwhile would belong to nobody for ever.
+        nobody = f"owner IS NOT NULL AND owner NOT IN (SELECT worker_key FROM {workers})"
+        self.adopt_runs = (
+            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running'"
+            f" AND run_key IN (SELECT run_key FROM {heads} WHERE {nobody})"
+        )
+        self.adopt_heads = f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE {nobody} RETURNING run_key"
+        self.ended = (
+            f"SELECT {run} FROM {runs} r"
+            " WHERE r.run_id IN ({names}) AND r.status IN ('completed', 'failed', 'cancelled')"
+        )
+
+
+class Sql:
+    """Rows to structs and back, and the store's transactions as programs, for one dialect."""
+
+    def __init__(self, schema: str, codec: Codec) -> None:
+        self.text = Tables(schema)
+        self.seal = self._seal = codec.seal
+        self._open = codec.open
+
+    # Rows
+
+    def run_values(self, run: Run) -> list[Any]:
+        """The values of `INSERT` of a run, without its key."""
+        return [
+            self._seal(value) if name in PAYLOAD_COLUMNS and value is not None else value
+            for name, value in zip(_WRITTEN, _values(run, _WRITTEN), strict=True)
+        ]
+
+    def changed_values(self, run: Run) -> list[Any]:
+        """The values of `UPDATE` of a run, and its key."""
+        values = [
+            self._seal(value) if name in PAYLOAD_COLUMNS and value is not None else value
+            for name, value in zip(MUTABLE, _values(run, MUTABLE), strict=True)
+        ]
+        values.append(run.run_key)
+        return values
+
+    def to_run(self, row: Row) -> Run:
+        """A row of `keiro_runs`."""
+        values = [
+            None if value is None else int(value) if i in _INTEGERS else self._open(value) if i in _SEALED else value
+            for i, value in enumerate(row[: len(RUN_COLUMNS)])
+        ]
+        return Run(**dict(zip(RUN_COLUMNS, values, strict=True)))
+
+    def to_owned(self, row: Row) -> tuple[Run, Head]:
+        """A row of `keiro_runs` with its head."""
+        run = self.to_run(row)
+        version, owner, epoch = row[len(RUN_COLUMNS) :]
+        return run, Head(
+            run_key=run.run_key, version=int(version), owner=None if owner is None else int(owner), epoch=int(epoch)
+        )
+
+    def to_stored(self, row: Row) -> Stored:
+        """A row of the journal."""
+        return Stored(
+            int(row[0]),
+            int(row[1]),
+            int(row[2]),
+            _id_bytes(row[3]),
+            row[4],
+            self._open(row[5]),
+            int(row[6]),
+            row[7] if len(row) > 7 else "",
+        )
+
+    # Programs
+
+    def execute(self, command: Command) -> Program[tuple[Outcome, Decision]]:
+        """Load what the command needs, decide, write."""
+        event_id = command.started.event_id if isinstance(command, Start) else command.events[0].event_id
+        text = self.text
+        loaded, present = yield [(text.load, (command.run_id,)), (text.load_event, (command.run_id, event_id))]
+        state: Loaded | None = None
+        if loaded:
+            run, head = self.to_owned(loaded[0])
+            state = Loaded(run, head, self.to_stored(present[0]) if present else None)
+        decision = decide(command, state)
+        if not decision.events:
+            return decision.outcome, decision
+        run, head = _written(decision)
+        if decision.before is None:
+            ((row,),) = yield [(text.insert_run, self.run_values(run))]
+            key = int(row[0])
+            run = replace(run, run_key=key)
+            writes: list[Statement] = [(text.insert_head, (key, head.version, head.owner, head.epoch))]
+        else:
+            key = run.run_key
+            writes = [(text.update_head, (head.version, head.owner, key))]
+            if run is not decision.before:
+                writes.append((text.update_run, self.changed_values(run)))
+        first = head.version - len(decision.events) + 1
+        writes += [
+            (text.insert_event, (key, version, one.event_id, one.event.TOPIC, self._seal(one.payload), decision.at_ms))
+            for version, one in enumerate(decision.events, first)
+        ]
+        yield writes
+        assert not isinstance(decision.outcome, type(None))
+        outcome = replace(decision.outcome, run=run) if decision.before is None else decision.outcome
+        return outcome, replace(decision, run=run)
+
+    def register(self, who: Incarnation, address: str | None, now: int) -> Program[int]:
+        """Enter a worker."""
+        values = (who.worker_id, who.host, who.pid, who.process_started, address, now, now + LEASE_MS)
+        ((row,),) = yield [(self.text.insert_worker, values)]
+        return int(row[0])
+
+    def renew(self, worker_key: int, now: int) -> Program[bool]:
+        """Extend a lease."""
+        (rows,) = yield [(self.text.renew, (now + LEASE_MS, worker_key))]
+        return bool(rows)
+
+    def workers(self) -> Program[list[WorkerRow]]:
+        """List the workers."""
+        (rows,) = yield [(self.text.list_workers, ())]
+        return self.to_workers(rows)
+
+    def to_workers(self, rows: Sequence[Row]) -> list[WorkerRow]:
+        """Rows of `keiro_workers`."""
+        return [WorkerRow(int(r[0]), r[1], r[2], int(r[3]), r[4], r[5], int(r[6]), int(r[7])) for r in rows]
+
+    def claim(self, worker_key: int, workflows: Sequence[str], limit: int, now: int) -> Program[list[tuple[Run, Head]]]:
+        """Take pending runs."""
+        text = self.text
+        # A worker that was buried since it last renewed must not claim: nobody would ever take the runs from it.
+        (listed,) = yield [(text.lives, (worker_key,))]
+        if not listed:
+            return []
+        (rows,) = yield [(_many(text.claimable, "names", len(workflows)), (*workflows, now, limit))]
+        found = [self.to_owned(row) for row in rows]
+        if not found:
+            return []
+        keys = [run.run_key for run, _ in found]
+        yield [
+            (_many(text.claim_run, "keys", len(keys)), (now, *keys)),
+            (_many(text.claim_head, "keys", len(keys)), (worker_key, *keys)),
+        ]
+        return [
+            (
+                replace(run, status="running", started_at_ms=run.started_at_ms or now, next_attempt_at_ms=None),
+                Head(run_key=head.run_key, version=head.version, owner=worker_key, epoch=head.epoch + 1),
+            )
+            for run, head in found
+        ]
+
+    def release(self, worker_key: int, run_keys: Sequence[int]) -> Program[bool]:
+        """Hand runs back."""
+        n = len(run_keys)
+        yield [
+            (_many(self.text.release_runs, "keys", n), (worker_key, *run_keys)),
+            (_many(self.text.release_heads, "keys", n), (worker_key, *run_keys)),
+        ]
+        return True
+
+    def bury(self, worker: WorkerRow) -> Program[bool]:
+        """Remove a dead worker as it was seen."""
+        (gone,) = yield [(self.text.delete_worker, (worker.worker_key, worker.lease_expires_at_ms))]
+        if not gone:
+            return False
+        yield [(self.text.orphan_runs, (worker.worker_key,)), (self.text.orphan_heads, (worker.worker_key,))]
+        return True
+
+    def adopt_orphans(self) -> Program[bool]:
+        """Make pending what is owned by no listed worker."""
+        _, heads = yield [(self.text.adopt_runs, ()), (self.text.adopt_heads, ())]
+        return bool(heads)
+
+    def any_claimable(self, workflows: Sequence[str], now: int) -> Statement:
+        """Whether there is anything to claim, without a lock."""
+        return _many(self.text.any_claimable, "names", len(workflows)), (*workflows, now)
+
+    def list_runs(self, status: str | None, workflow: str | None, before: int | None, limit: int) -> Statement:
+        """A page of runs."""
+        values: list[Any] = [2**63 - 1 if before is None else before]
+        filters = ""
+        for column, wanted in (("status", status), ("workflow", workflow)):
+            if wanted is not None:
+                filters += f" AND r.{column} = ?"
+                values.append(wanted)
+        return self.text.list_runs.replace("{filters}", filters), (*values, limit)
+
+    def named(self, sql: str, names: Sequence[Any]) -> Statement:
+        """A statement over a list of names."""
+        return _many(sql, "names", len(names)), tuple(names)
+
+
+def _values(run: Run, columns: Sequence[str]) -> list[Any]:
+    return [getattr(run, name) for name in columns]
+
+
+def _written(decision: Decision) -> tuple[Run, Head]:
+    assert decision.run is not None and decision.head is not None
+    return decision.run, decision.head
+
+
+def _many(sql: str, what: str, n: int) -> str:
+    # An empty list matches nothing; `IN ()` is no SQL on Postgres.
+    return sql.replace("{" + what + "}", ", ".join("?" * n) if n else "NULL")
+
+
+def _id_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return bytes.fromhex(str(value).replace("-", ""))

@@ -1,0 +1,371 @@
+"""The store in one SQLite file, shared by any number of processes on a host.
+
+Commits run on the event-loop thread, one transaction per loop tick: a hop to a thread would cost more than the commit and
+could starve behind a busy loop. When another process holds the write lock the flush is scheduled again; the loop never
+blocks on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
+
+from keiro.codec import Codec
+from keiro.decisions import Append, Appended, Command, Decision, Outcome, Start, Stored, born, releases
+from keiro.errors import KeiroError, StoreBusy
+from keiro.rows import RUN_COLUMNS, Head, Run
+from keiro.stores import migrate
+from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.faults import is_busy, sqlite_fault
+from keiro.stores.sql import Program, Sql
+from keiro.stores.wake import WakeSocket
+
+T = TypeVar("T")
+
+BUSY_RETRY_S: Final = 0.0003
+BUSY_LIMIT_S: Final = 30.0
+_SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
+
+
+class SQLiteStore:
+    """A journal in the SQLite file `path`. `durability` is `full` (acknowledged survives a power cut) or `normal`
+    (survives a crash of the process; a power cut may take the newest commits, in order)."""
+
+    listener: Listener
+
+    def __init__(self, path: str, *, durability: str = "full", codec: Codec, clock: Clock = wall_ms) -> None:
+        self.path = path
+        self.now_ms = clock
+        self._synchronous = _SYNCHRONOUS[durability]
+        self._sql = Sql("", codec)
+        self._busy_since: float | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    # Opening and closing
+
+    async def open(self, *, migrate: bool) -> None:
+        """Open the file, creating it when it does not exist, and bring its schema up to date."""
+        self._loop = asyncio.get_running_loop()
+        await self._ensure(migrate)
+        self._conn = self._connect()
+        self._queue = Queue(self._loop, self._flush)
+        self._wake = WakeSocket(self._loop, self._woken)
+        self._data_version = self._pragma("data_version")
+        self._poll = self._loop.call_later(1.0, self._look)
+
+    async def _ensure(self, upgrade: bool) -> None:
+        mode: migrate.Mode = "migrate" if upgrade else "verify"
+        # In a thread, because it may wait for another process that migrates.
+        await asyncio.to_thread(migrate.ensure_sqlite, self.path, mode=mode)
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            conn = sqlite3.connect(self.path, timeout=5, isolation_level=None, cached_statements=256)
+            conn.execute("PRAGMA journal_mode=WAL")
+            conn.execute(f"PRAGMA synchronous={self._synchronous}")
+            conn.execute("PRAGMA foreign_keys=ON")
+            conn.execute("PRAGMA recursive_triggers=ON")
+            # The loop must never sleep in SQLite's own busy handler; the flush comes back by itself.
+            conn.execute("PRAGMA busy_timeout=0")
+        except sqlite3.Error as error:
+            raise sqlite_fault(error, self.path) from error
+        return conn
+
+    async def close(self) -> None:
+        """Commit what is queued and close the file."""
+        self._poll.cancel()
+        while self._queue.waiting:
+            self._flush()
+            if self._queue.waiting:
+                await asyncio.sleep(BUSY_RETRY_S)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._wake.close()
+        self._conn.close()
+
+    def _pragma(self, name: str) -> int:
+        return int(self._conn.execute(f"PRAGMA {name}").fetchone()[0])
+
+    # Wakes between processes
+
+    def _look(self) -> None:
+        # The net under the wake-ups: a lost datagram costs at most one of these intervals.
+        self._poll = self._loop.call_later(1.0, self._look)
+        try:
+            version = self._pragma("data_version")
+        except sqlite3.Error:
+            return
+        if version != self._data_version:
+            self._data_version = version
+            self.listener.woken()
+
+    def _woken(self) -> None:
+        self.listener.woken()
+
+    def _published(self, changed: Sequence[Run]) -> None:
+        self.listener.committed(changed)
+        if changed:
+            self._wake.send()
+
+    # The append
+
+    def submit(self, command: Command) -> Future[Outcome]:
+        """Queue a command for the commit of this tick."""
+        return self._queue.put(command)
+
+    def _flush(self) -> None:
+        batch = self._queue.take()
+        if not batch:
+            return
+        try:
+            settled, changed = self._commit(batch)
+        except sqlite3.Error as error:
+            if is_busy(error):
+                self._come_back(batch, error)
+            elif len(batch) > 1:
+                # One bad command must not take the others down.
+                for one in batch:
+                    self._queue.front([one])
+                    self._flush()
+            else:
+                batch[0].fail(_caused(sqlite_fault(error, self.path), error))
+            return
+        except Exception as error:
+            for pending in batch:
+                pending.fail(error)
+            return
+        self._busy_since = None
+        for pending, outcome in settled:
+            pending.settle(outcome)
+        self._published(changed)
+
+    def _come_back(self, batch: list[Pending], error: sqlite3.Error) -> None:
+        now = self._loop.time()
+        if self._busy_since is None:
+            self._busy_since = now
+        if now - self._busy_since > BUSY_LIMIT_S:
+            self._busy_since = None
+            for pending in batch:
+                pending.fail(_caused(StoreBusy(
+                    f"{self.path} is locked by another process for more than {BUSY_LIMIT_S:g} s; nothing was written. "
+                    "Find the process that holds a write transaction open, then try again."
+                ), error))
+            return
+        self._queue.front(batch)
+        self._queue.hold()
+        self._retry = self._loop.call_later(BUSY_RETRY_S, self._flush)
+
+    def _commit(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
+        conn = self._conn
+        conn.execute("BEGIN IMMEDIATE")
+        try:
+            done = self._write_known(batch)
+            if done is None:
+                conn.execute("ROLLBACK")
+                conn.execute("BEGIN IMMEDIATE")
+                done = self._write_each(batch)
+            conn.execute("COMMIT")
+        except BaseException:
+            if conn.in_transaction:
+                conn.execute("ROLLBACK")
+            raise
+        return done
+
+    def _write_known(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]] | None:
+        """Write commands whose senders know the state, all at once; None if one of them was wrong (or none knows)."""
+        text = self._sql.text
+        seal = self._sql.seal
+        execute = self._conn.execute
+        settled: list[tuple[Pending, Outcome]] = []
+        changed: list[Run] = []
+        advances: list[tuple[Any, ...]] = []
+        releasing: list[tuple[Any, ...]] = []
+        rows: list[list[Any]] = []
+        events: list[tuple[Any, ...]] = []
+        for pending in batch:
+            command = pending.command
+            if isinstance(command, Append):
+                if command.owner is None or command.expected is None:
+                    return None
+                version = command.expected
+                for one in command.events:
+                    version += 1
+                    events.append(
+                        (command.run_key, version, one.event_id, one.event.TOPIC, seal(one.payload), command.at_ms)
+                    )
+                fence = (version, command.run_key, command.expected, command.owner, command.epoch)
+                run = command.run
+                if run is None:
+                    advances.append(fence)
+                else:
+                    (releasing if releases(command.events, run) else advances).append(fence)
+                    rows.append(self._sql.changed_values(run))
+                    changed.append(run)
+                settled.append((pending, Appended(version, run)))
+            else:
+                run = born(command)
+                found = execute(text.insert_run_if_new, self._sql.run_values(run)).fetchone()
+                if found is None:
+                    return None
+                run = replace(run, run_key=found[0])
+                epoch = 0 if command.owner is None else 1
+                execute(text.insert_head, (run.run_key, 1, command.owner, epoch))
+                one = command.started
+                events.append((run.run_key, 1, one.event_id, one.event.TOPIC, seal(one.payload), command.at_ms))
+                changed.append(run)
+                settled.append((pending, Appended(1, run)))
+        executemany = self._conn.executemany
+        if advances and executemany(text.advance, advances).rowcount != len(advances):
+            return None
+        if releasing and executemany(text.advance_and_release, releasing).rowcount != len(releasing):
+            return None
+        executemany(text.insert_event, events)
+        if rows:
+            executemany(text.update_run, rows)
+        return settled, changed
+
+    def _write_each(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
+        """Load, decide and write one command after the other, each in a savepoint of its own."""
+        settled: list[tuple[Pending, Outcome]] = []
+        changed: list[Run] = []
+        for pending in batch:
+            self._conn.execute("SAVEPOINT one")
+            try:
+                outcome, decision = self._drive(self._sql.execute(pending.command))
+            except (sqlite3.DataError, sqlite3.IntegrityError, KeiroError) as error:
+                self._conn.execute("ROLLBACK TO one")
+                self._conn.execute("RELEASE one")
+                pending.fail(error if isinstance(error, KeiroError) else _caused(sqlite_fault(error, self.path), error))
+                continue
+            self._conn.execute("RELEASE one")
+            if decision.run is not None and decision.run is not decision.before:
+                changed.append(decision.run)
+            settled.append((pending, outcome))
+        return settled, changed
+
+    def _drive(self, program: Program[T]) -> T:
+        execute = self._conn.execute
+        try:
+            statements = next(program)
+            while True:
+                statements = program.send([execute(sql, values).fetchall() for sql, values in statements])
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+    async def _locked(self, program: Callable[[], Program[T]]) -> T:
+        """Run a writing program in a transaction of its own, waiting while another process holds the lock."""
+        deadline = self._loop.time() + BUSY_LIMIT_S
+        while True:
+            try:
+                self._conn.execute("BEGIN IMMEDIATE")
+                try:
+                    result = self._drive(program())
+                    self._conn.execute("COMMIT")
+                    return result
+                except BaseException:
+                    if self._conn.in_transaction:
+                        self._conn.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                if not is_busy(error) or self._loop.time() > deadline:
+                    raise sqlite_fault(error, self.path) from error
+            await asyncio.sleep(BUSY_RETRY_S)
+
+    def _select(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        try:
+            return self._conn.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise sqlite_fault(error, self.path) from error
+
+    # Reading
+
+    async def run(self, run_id: str) -> Run | None:
+        """The row of a run."""
+        rows = self._select(self._sql.text.load_keys, (run_id,))
+        return self._sql.to_run(rows[0]) if rows else None
+
+    async def head(self, run_id: str) -> tuple[Run, Head] | None:
+        """The row and the head of a run."""
+        rows = self._select(self._sql.text.load, (run_id,))
+        return self._sql.to_owned(rows[0]) if rows else None
+
+    async def runs(
+        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int
+    ) -> list[Run]:
+        """Runs, newest first."""
+        sql, values = self._sql.list_runs(status, workflow, before, limit)
+        return [self._sql.to_run(row) for row in self._select(sql, values)]
+
+    async def ended(self, run_ids: Sequence[str]) -> list[Run]:
+        """The terminal ones of these runs."""
+        return [self._sql.to_run(row) for row in self._select(*self._sql.named(self._sql.text.ended, run_ids))]
+
+    async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
+        """The events of runs."""
+        to_stored = self._sql.to_stored
+        return {
+            key: [to_stored(row) for row in self._select(self._sql.text.history, (key, after))] for key in run_keys
+        }
+
+    async def read(self, after: int, limit: int) -> list[Stored]:
+        """Events by position."""
+        return [self._sql.to_stored(row) for row in self._select(self._sql.text.read, (after, limit))]
+
+    # Workers
+
+    async def register(self, incarnation: Incarnation) -> int:
+        """Enter a worker."""
+        key = await self._locked(lambda: self._sql.register(incarnation, self._wake.address, self.now_ms()))
+        self._wake.peers([(w.worker_key, w.address) for w in await self.workers() if w.worker_key != key])
+        return key
+
+    async def renew(self, worker_key: int) -> bool:
+        """Extend a lease."""
+        renewed = await self._locked(lambda: self._sql.renew(worker_key, self.now_ms()))
+        self._wake.peers([(w.worker_key, w.address) for w in await self.workers() if w.worker_key != worker_key])
+        return renewed
+
+    async def workers(self) -> list[WorkerRow]:
+        """All workers."""
+        return self._drive(self._sql.workers())
+
+    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
+        """Take pending runs."""
+        # Looking needs no lock: an idle worker must not stop the others from writing.
+        if not self._select(*self._sql.any_claimable(workflows, self.now_ms())):
+            return []
+        return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms()))
+
+    async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
+        """When the next paced run is due."""
+        found: int | None = self._select(*self._sql.named(self._sql.text.next_due, workflows))[0][0]
+        return found
+
+    async def unregistered(self, workflows: Sequence[str]) -> list[str]:
+        """Workflows with pending runs that are not among these."""
+        return sorted(row[0] for row in self._select(*self._sql.named(self._sql.text.unregistered, workflows or ("",))))
+
+    async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
+        """Hand runs back."""
+        if await self._locked(lambda: self._sql.release(worker_key, run_keys)):
+            self._wake.send()
+
+    async def bury(self, worker: WorkerRow) -> bool:
+        """Remove a dead worker as it was seen."""
+        return await self._locked(lambda: self._sql.bury(worker))
+
+    async def adopt_orphans(self) -> bool:
+        """Make pending what is owned by no listed worker."""
+        return await self._locked(self._sql.adopt_orphans)
+
+
+def _caused(error: KeiroError, cause: BaseException) -> KeiroError:
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,58 @@
+"""Wake-ups between processes on one host: one byte to a loopback datagram socket after a commit.
+
+A hint, never a guarantee: whoever sleeps also looks at the store at a slow interval.
+"""
+
+from __future__ import annotations
+
+import socket
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+
+class WakeSocket:
+    """Listens on a port of 127.0.0.1 and sends to those of the other processes."""
+
+    def __init__(self, loop: AbstractEventLoop, woken: Callable[[], None]) -> None:
+        self._loop = loop
+        self._woken = woken
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._peers: list[tuple[str, int]] = []
+        self._scheduled = False
+        loop.add_reader(self._socket, self._receive)
+
+    def peers(self, workers: Sequence[tuple[int, str | None]]) -> None:
+        """Whom to wake: addresses as the workers table has them."""
+        self._peers = []
+        for _, address in workers:
+            if address and address != self.address:
+                host, _, port = address.rpartition(":")
+                self._peers.append((host, int(port)))
+
+    def send(self) -> None:
+        """Wake the others, once for all commits of this tick."""
+        if self._peers and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._scheduled = False
+        for peer in self._peers:
+            # A peer that is gone, or whose buffer is full, is awake or will look by itself.
+            with suppress(OSError):
+                self._socket.sendto(b"w", peer)
+
+    def _receive(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._socket.recv(16)
+        self._woken()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()

@@ -1,0 +1,265 @@
+"""A worker: the part of an engine that owns runs, keeps its lease, and takes over what dead workers left.
+
+One incarnation of a process is one worker with one lease. Nothing here polls for work: commits of this process and
+wake-ups of others say when to look, and a slow look is the net under them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+from keiro.decisions import Stored
+from keiro.errors import StoreError
+from keiro.rows import Head, Run
+from keiro.stores.base import LEASE_MS, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
+
+CLAIM_BATCH: Final = 200
+
+
+class Employer(Protocol):
+    """What a worker needs of its engine."""
+
+    store: Store
+
+    def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
+        """Drive a run that this worker owns now."""
+
+    def free_slots(self) -> int:
+        """How many more runs may be resident."""
+
+    def seal_all(self) -> None:
+        """Stop all resident runs: their ownership is over."""
+
+    def tick(self) -> None:
+        """Look after those who wait for other processes."""
+
+    def report(self, event: str, run_id: str, **fields: object) -> None:
+        """Tell operators something they should know."""
+
+
+class Worker:
+    """Registers, renews, claims, buries."""
+
+    def __init__(self, employer: Employer, workflows: Sequence[str], *, claims: bool) -> None:
+        self._employer = employer
+        self._store = employer.store
+        self._workflows = tuple(workflows)
+        self._claims = claims
+        self._incarnation = incarnation()
+        self.key = 0
+        self._renewed_at = 0.0
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._others_expire_at_ms: int | None = None
+        self._reported: set[str] = set()
+        self._sealed = False
+
+    async def start(self) -> None:
+        """Register, take over from workers of this host that are gone, and begin to work."""
+        loop = asyncio.get_running_loop()
+        self.key = await self._store.register(self._incarnation)
+        self._renewed_at = loop.time()
+        await self._bury_dead()
+        self._tasks = [loop.create_task(self._keep_lease(), name="keiro lease")]
+        if self._claims:
+            self._tasks.append(loop.create_task(self._claim_for_ever(), name="keiro claims"))
+        self._tasks.append(loop.create_task(self._watch_others(), name="keiro watch"))
+
+    async def stop_claiming(self) -> None:
+        """Claim nothing more; the lease is kept."""
+        self._claims = False
+        self.wake()
+
+    async def stop(self) -> None:
+        """End the lease and the loops. Runs must have been released before."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        with suppress(StoreError):
+            for row in await self._store.workers():
+                if row.worker_key == self.key:
+                    await self._store.bury(row)
+
+    @property
+    def leased(self) -> bool:
+        """Whether new runs may be born as this worker's."""
+        return self._claims and not self._sealed
+
+    def wake(self) -> None:
+        """There may be something to claim."""
+        self._wake.set()
+
+    # Claiming
+
+    async def _claim_for_ever(self) -> None:
+        while self._claims:
+            self._wake.clear()
+            pause = SAFETY_POLL_S
+            try:
+                if not self._sealed:
+                    pause = await self._claim_all()
+            except StoreError as error:
+                self._employer.report("store_away", "", error=str(error))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    async def _claim_all(self) -> float:
+        while (room := min(self._employer.free_slots(), CLAIM_BATCH)) > 0:
+            taken = await self._store.claim(self.key, self._workflows, room)
+            if not taken:
+                break
+            try:
+                histories = await self._store.history([run.run_key for run, _ in taken], after=1)
+            except BaseException:
+                # Claimed but not driven would be owned by a living worker for ever.
+                await self._hand_back([run.run_key for run, _ in taken])
+                raise
+            if self._sealed:
+                return SAFETY_POLL_S
+            for run, head in taken:
+                self._employer.adopt(run, head, histories[run.run_key])
+        due = await self._store.next_due_ms(self._workflows)
+        if due is None:
+            return SAFETY_POLL_S
+        return min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
+
+    async def _hand_back(self, run_keys: list[int]) -> None:
+        with suppress(StoreError):
+            await self._store.release(self.key, run_keys)
+
+    async def report_unregistered(self) -> None:
+        """Report, once each, workflows that have pending runs and are not registered here."""
+        for name in await self._store.unregistered(self._workflows):
+            if name not in self._reported:
+                self._reported.add(name)
+                self._employer.report("unregistered_workflow", "", workflow=name)
+
+    # The lease
+
+    async def _keep_lease(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause = RENEW_MS / 1000
+        while True:
+            await asyncio.sleep(pause)
+            pause = RENEW_MS / 1000
+            try:
+                started = loop.time()
+                if not self._sealed and await self._store.renew(self.key):
+                    # Counted from before the statement was sent: the lease cannot have begun earlier.
+                    self._renewed_at = started
+                    await self._store.adopt_orphans()
+                else:
+                    await self._begin_again()
+            except StoreError as error:
+                self._employer.report("store_away", "", error=str(error))
+                pause = 0.5
+                if not self._sealed and (loop.time() - self._renewed_at) * 1000 > SEAL_MS:
+                    # Before anybody may take our runs, so that no effect of ours overlaps with theirs.
+                    self._sealed = True
+                    self._employer.seal_all()
+
+    async def _begin_again(self) -> None:
+        """The old incarnation is over, because it was buried or because it had to seal its runs: start a new one."""
+        self._employer.report("lease_lost", "")
+        self._sealed = True
+        self._employer.seal_all()
+        old, self._incarnation = self._incarnation, incarnation()
+        for row in await self._store.workers():
+            if row.worker_id == old.worker_id:
+                await self._store.bury(row)
+        self.key = await self._store.register(self._incarnation)
+        self._renewed_at = asyncio.get_running_loop().time()
+        self._sealed = False
+        await self._store.adopt_orphans()
+        self.wake()
+
+    # Other workers
+
+    async def _watch_others(self) -> None:
+        while True:
+            await asyncio.sleep(SAFETY_POLL_S)
+            try:
+                self._employer.tick()
+                if self._others_expire_at_ms is None or self._store.now_ms() > self._others_expire_at_ms:
+                    await self._bury_dead()
+                    await self.report_unregistered()
+            except StoreError as error:
+                self._employer.report("store_away", "", error=str(error))
+
+    async def _bury_dead(self) -> None:
+        now = self._store.now_ms()
+        earliest = now + RENEW_MS
+        buried = False
+        for row in await self._store.workers():
+            if row.worker_key == self.key:
+                continue
+            if row.lease_expires_at_ms <= now or provably_gone(row, self._incarnation.host):
+                if await self._store.bury(row):
+                    buried = True
+                    self._employer.report("worker_buried", "", worker=row.worker_id, host=row.host, pid=row.pid)
+            else:
+                earliest = min(earliest, row.lease_expires_at_ms)
+        self._others_expire_at_ms = earliest
+        if await self._store.adopt_orphans() or buried:
+            self.wake()
+
+
+def incarnation() -> Incarnation:
+    """Who this process is, this time."""
+    return Incarnation(uuid.uuid4().hex, host_identity(), os.getpid(), process_started(os.getpid()) or "")
+
+
+def host_identity() -> str:
+    """The host, its current boot and the process-id namespace: within it, equal pids mean the same process."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "|".join(parts)
+
+
+def process_started(pid: int) -> str | None:
+    """When a process of this host began, in the kernel's ticks; empty where that cannot be read; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        return _alive(pid)
+    except OSError:
+        return ""
+    # The second field is the command in parentheses and may contain anything.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _alive(pid: int) -> str | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        return ""
+    return ""
+
+
+def provably_gone(row: WorkerRow, host: str) -> bool:
+    """Whether the process of a worker has certainly ended: it was on this very host, and is not there or is another."""
+    if row.host != host:
+        return False
+    started = process_started(row.pid)
+    return started is None or (bool(started) and bool(row.process_started) and started != row.process_started)
+
+
+assert LEASE_MS > SEAL_MS > RENEW_MS
