@@ -1,0 +1,115 @@
+"""The same engine for synchronous code: an event loop in a thread of its own, and the same methods without `await`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from keiro.decisions import Stored
+from keiro.engine import Engine, Handle
+from keiro.errors import InvalidCall
+from keiro.rows import Run, Status
+
+T = TypeVar("T")
+
+
+class BlockingHandle:
+    """A run, seen from synchronous code. Methods and errors are those of `Handle`."""
+
+    def __init__(self, engine: BlockingEngine, handle: Handle) -> None:
+        self._engine = engine
+        self._handle = handle
+        self.run_id = handle.run_id
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result; `timeout` in seconds."""
+        return self._engine.wait(self._handle.result(timeout))
+
+    def run(self) -> Run:
+        """The operational row of the run."""
+        return self._engine.wait(self._handle.run())
+
+    def status(self) -> Status:
+        """Where the run stands."""
+        return self._engine.wait(self._handle.status())
+
+    def events(self) -> list[Stored]:
+        """All events of the run, in order."""
+
+        async def collect() -> list[Stored]:
+            return [stored async for stored in self._handle.events()]
+
+        return self._engine.wait(collect())
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+
+class BlockingEngine:
+    """An open engine, for calls from any thread but its own."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
+        self._loop = loop
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the engine and wait for it. Interrupting the wait cancels it."""
+        if _running_loop() is self._loop:
+            coroutine.close()
+            raise InvalidCall("keiro.blocking was called from the engine's own event loop: await the engine instead")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> BlockingHandle:
+        """As `Engine.start`."""
+        return BlockingHandle(self, self.wait(self.engine.start(workflow, *args, id=id, **kwargs)))
+
+    def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
+        """As `Engine.execute`."""
+        return self.wait(self.engine.execute(workflow, *args, id=id, **kwargs))
+
+    def handle(self, run_id: str) -> BlockingHandle:
+        """As `Engine.handle`."""
+        return BlockingHandle(self, self.engine.handle(run_id))
+
+    def runs(
+        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[Run]:
+        """As `Engine.runs`."""
+        return self.wait(self.engine.runs(status=status, workflow=workflow, before=before, limit=limit))
+
+
+@contextmanager
+def blocking(engine: Engine) -> Iterator[BlockingEngine]:
+    """Open `engine` in a thread of its own and close it at the end of the block.
+
+    Steps and bodies run in that thread; the block may call the engine from any other thread.
+    """
+    loop = asyncio.new_event_loop()
+    # A daemon, so that a program that dies inside the block is not kept alive by its engine.
+    thread = threading.Thread(target=loop.run_forever, name="keiro engine", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
+        try:
+            yield BlockingEngine(engine, loop)
+        finally:
+            asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
