@@ -168,8 +168,9 @@ def _start(command: Start, loaded: Loaded | None) -> Decision:
         head = Head(run_key=0, version=1, owner=command.owner, epoch=0 if command.owner is None else 1)
         return Decision(Appended(1, run), command.run_id, (command.started,), command.at_ms, None, run, head)
     if loaded.present is not None:
-        # Our own start, committed before its answer was lost: the run is ours as if we had been told.
-        return Decision(Appended(1, loaded.run))
+        # Our own start, committed before its answer was lost: tell the sender as if it had been told then.
+        mine = command.owner is not None and loaded.head.owner == command.owner and loaded.head.epoch == 1
+        return Decision(Appended(1, loaded.run), run=loaded.run if mine else None)
     if same_json(loaded.run.input_json, bytes(started.input).decode()):
         return Decision(Existing(loaded.run))
     return Decision(InputDiffers(loaded.run))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from asyncio import Task
+from asyncio import Future, Task
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from typing import Any, Final, Protocol
@@ -93,7 +93,7 @@ class Driver:
 
     __slots__ = (
         "__weakref__",
-        "_append_version",
+        "_version",
         "_history",
         "_ids",
         "_in_flight",
@@ -121,7 +121,7 @@ class Driver:
         self._in_flight = 0
         self.lost = False
         self.task: Task[None] | None = None
-        self._append_version = head.version
+        self._version = head.version
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
         self._history: dict[str, Recorded] = history_of(stored)
@@ -197,55 +197,47 @@ class Driver:
         """Append one event under the fence, however often the store is away meanwhile; and when it was recorded."""
         pauses = iter(STORE_RETRY_S)
         while True:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id))
+            at_ms = self.host.wall_ms()
             try:
-                return await self._append(one)
+                outcome = await self._send(one, at_ms)
             except (StoreBusy, StoreUnavailable) as error:
-                # The effect has happened: its record must not be lost to an outage. Nothing was written, so the
-                # same append is sent again, at the version the run now has.
+                # The effect has happened: its record must not be lost to an outage. Nothing was written (or it was,
+                # and its id tells), so the same event is sent again, at the version the run now has.
                 self.host.report("store_away", self.run.run_id, error=str(error))
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
                 await self._reload()
-
-    async def _append(self, one: New) -> tuple[Outcome, int]:
-        if self.sealed:
+                continue
+            if type(outcome) is Appended:
+                if outcome.version > self._version:
+                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+                    self._version = outcome.version
+                return outcome, at_ms
+            if isinstance(outcome, AlreadyPresent):
+                self._version = max(self._version, outcome.stored.version)
+                return outcome, outcome.stored.recorded_at_ms
+            self.lost = True
+            self.seal()
+            match outcome:
+                case FenceLost():
+                    self.host.report("fence_lost", self.run.run_id)
+                case RefusedTerminal():
+                    self.host.report("already_ended", self.run.run_id, status=outcome.status)
             raise RunSealed(_sealed(self.run.run_id))
-        at_ms = self.host.wall_ms()
-        expected = self._append_version
-        self._append_version = expected + 1
+
+    def _send(self, one: New, at_ms: int) -> Future[Outcome]:
         run = self.run
         events = (one,)
-        after = fold(run, events, at_ms)
-        changed = after is not run
-        if changed:
-            self.run = after
-        outcome = await self.host.store.submit(
-            Append(
-                run.run_id,
-                events,
-                at_ms,
-                run.run_key,
-                self.owner,
-                self.epoch,
-                expected,
-                after if changed else None,
-            )
+        after = run if type(one.event) is StepRecorded else fold(run, events, at_ms)
+        expected = self._version
+        self._version = expected + 1
+        changed = None
+        if after is not run:
+            self.run = changed = after
+        return self.host.store.submit(
+            Append(run.run_id, events, at_ms, run.run_key, self.owner, self.epoch, expected, changed)
         )
-        if type(outcome) is Appended:
-            if outcome.version != expected + 1:
-                # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
-                self._append_version = max(self._append_version, outcome.version)
-            return outcome, at_ms
-        if isinstance(outcome, AlreadyPresent):
-            self._append_version = max(self._append_version, outcome.stored.version)
-            return outcome, outcome.stored.recorded_at_ms
-        self.lost = True
-        self.seal()
-        match outcome:
-            case FenceLost():
-                self.host.report("fence_lost", run.run_id)
-            case RefusedTerminal():
-                self.host.report("already_ended", run.run_id, status=outcome.status)
-        raise RunSealed(_sealed(run.run_id))
 
     async def _reload(self) -> None:
         pauses = iter(STORE_RETRY_S)
@@ -258,7 +250,7 @@ class Driver:
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
                 continue
             if found is not None:
-                self._append_version = found[1].version
+                self._version = found[1].version
             return
 
     # What a body calls
@@ -336,78 +328,61 @@ class Driver:
         timeout: float | None,
         attempt: int,
     ) -> Any:
+        host = self.host
         digest = codec.digest(args, kwargs) if args or kwargs else None
         while True:
             if self.sealed:
                 raise RunSealed(_sealed(self.run.run_id))
+            started = host.wall_ms()
             self._in_flight += 1
             try:
-                again_at, result = await self._attempt(
-                    strand, step, name, args, kwargs, retry, timeout, attempt, digest
-                )
+                try:
+                    if timeout is not None:
+                        value = await _limited(step, args, kwargs, timeout)
+                    elif step.is_async:
+                        value = await step.fn(*args, **kwargs)
+                    else:
+                        value = await in_thread(step.fn, args, kwargs)
+                    payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
+                except Exception as error:
+                    failed = AttemptFailed(
+                        step=name,
+                        attempt=attempt,
+                        failure=capture(error),
+                        next_attempt_at_ms=self._next_attempt(retry, attempt, error),
+                        started_at_ms=started,
+                        inputs_digest=digest,
+                    )
+                    _, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
+                    again_at = failed.next_attempt_at_ms
+                    if again_at is None:
+                        # Raised as a replay will raise it, so that the body sees the same now.
+                        again = revive(failed.failure)
+                        raise again.with_traceback(error.__traceback__) from again.__cause__
+                else:
+                    recorded = StepRecorded(
+                        step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest
+                    )
+                    outcome, strand.now_ms = await self._record(new(recorded, self._ids(name)))
+                    if type(outcome) is AlreadyPresent:
+                        # Another writer recorded this step first: its value is the step's.
+                        payload = bytes(msgspec.json.decode(outcome.stored.payload, type=StepRecorded).result)
+                    # Decoded only now: a value that its own annotation cannot read raises every time, but its effect
+                    # is not repeated.
+                    return step.decode(payload)
             finally:
                 self._in_flight -= 1
                 if self.draining and not self._in_flight:
                     self.seal()
-            if again_at is None:
-                return result
             await self._pause(again_at)
             attempt += 1
 
-    async def _attempt(
-        self,
-        strand: Strand,
-        step: Step,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        retry: Retry | None,
-        timeout: float | None,
-        attempt: int,
-        digest: str | None,
-    ) -> tuple[int | None, Any]:
-        """Run the step once and record how it went: (None, result), or (when to try again, None), or its failure."""
-        host = self.host
-        started = host.wall_ms()
-        try:
-            if timeout is None:
-                value = await step.fn(*args, **kwargs) if step.is_async else await in_thread(step.fn, args, kwargs)
-            else:
-                async with asyncio.timeout(timeout):
-                    value = await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
-            payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
-        except Exception as error:
-            if self.sealed:
-                raise RunSealed(_sealed(self.run.run_id)) from error
-            again_at = None
-            # A value that cannot be stored will not become storable by running the step again.
-            if retry is not None and not isinstance(error, PayloadRejected):
-                delay = retry.delay(attempt, error, random.random())
-                again_at = None if delay is None else host.wall_ms() + round(delay * 1000)
-            failure = capture(error)
-            failed = AttemptFailed(
-                step=name,
-                attempt=attempt,
-                failure=failure,
-                next_attempt_at_ms=again_at,
-                started_at_ms=started,
-                inputs_digest=digest,
-            )
-            _, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
-            if again_at is not None:
-                return again_at, None
-            # Raised as a replay will raise it, so that the body sees the same now.
-            again = revive(failure)
-            raise again.with_traceback(error.__traceback__) from again.__cause__
-        recorded = StepRecorded(
-            step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest
-        )
-        outcome, strand.now_ms = await self._record(new(recorded, self._ids(name)))
-        if type(outcome) is AlreadyPresent:
-            # Another writer recorded this step first: its value is the step's.
-            payload = bytes(msgspec.json.decode(outcome.stored.payload, type=StepRecorded).result)
-        # Decoded only now: a value its own annotation cannot read is an error every time, but the effect is not repeated.
-        return None, step.decode(payload)
+    def _next_attempt(self, retry: Retry | None, attempt: int, error: Exception) -> int | None:
+        # A value that cannot be stored will not become storable by running the step again.
+        if retry is None or isinstance(error, PayloadRejected):
+            return None
+        delay = retry.delay(attempt, error, random.random())
+        return None if delay is None else self.host.wall_ms() + round(delay * 1000)
 
     async def _pause(self, until_ms: int) -> None:
         wait = until_ms - self.host.wall_ms()
@@ -481,6 +456,11 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
             for name in [name for name, found in history.items() if type(found.event) is AttemptFailed]:
                 del history[name]
     return history
+
+
+async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:
+    async with asyncio.timeout(seconds):
+        return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
 
 
 async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
+import signal
 import uuid
 from asyncio import Future
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -16,12 +16,12 @@ import msgspec
 from msgspec import Raw
 
 from keiro import codec, errors
-from keiro.decisions import Append, Appended, Existing, InputDiffers, Start, Stored, new
+from keiro.decisions import Appended, Existing, InputDiffers, Start, Stored, new
 from keiro.definition import Workflow
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunNotFound, UnknownWorkflow
-from keiro.events import WorkflowFailed, WorkflowStarted
-from keiro.failures import Failure, capture, revive
+from keiro.events import WorkflowStarted
+from keiro.failures import Failure, revive
 from keiro.identity import check_key, parse_run_id, run_id
 from keiro.rows import Head, Run, Status
 from keiro.run import workflow_of
@@ -166,10 +166,7 @@ class Engine:
         )
         outcome = await self.store.submit(command)
         match outcome:
-            case Appended(run=Run() as run):
-                if command.owner is not None:
-                    self.adopt(run, Head(run_key=run.run_key, version=1, owner=command.owner, epoch=1), [])
-            case Existing(run):
+            case Appended(run=Run() as run) | Existing(run):
                 pass
             case InputDiffers(run):
                 raise RunConflict(
@@ -216,6 +213,20 @@ class Engine:
             if not waiting and self._waiting.get(run_id) is waiting:
                 del self._waiting[run_id]
 
+    async def serve(self) -> None:
+        """Return when the process is told to stop (SIGTERM or SIGINT): the end of the `async with` block then gives the
+        steps under way their grace and hands the runs back. Call it from the main thread."""
+        self._opened()
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        try:
+            await stopped.wait()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
     # What the store and the worker tell
 
     def committed(self, changed: Sequence[Run]) -> None:
@@ -225,8 +236,14 @@ class Engine:
                 for future in self._waiting.get(run.run_id, ()):
                     if not future.done():
                         future.set_result(run)
-            elif run.status == Status.PENDING and self._worker is not None:
+            elif self._worker is None:
+                continue
+            elif run.status == Status.PENDING:
                 self._worker.wake()
+            elif run.run_key not in self._resident:
+                # Born as this worker's. Driven from here and not by `start`: its caller may be gone by now, and a run
+                # owned by a living worker that does not drive it would never go on.
+                self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), [])
         for event in self._moved:
             event.set()
 
@@ -281,8 +298,8 @@ class Engine:
             driver.seal()
 
     def wall_ms(self) -> int:
-        """The time events are recorded at."""
-        return time.time_ns() // 1_000_000
+        """The time events are recorded at: the store's."""
+        return self.store.now_ms()
 
     def report(self, event: str, run_id: str, **fields: object) -> None:
         """Log something an operator should know."""

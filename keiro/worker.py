@@ -67,6 +67,7 @@ class Worker:
         self.key = await self._store.register(self._incarnation)
         self._renewed_at = loop.time()
         await self._bury_dead()
+        await self.report_unregistered()
         self._tasks = [loop.create_task(self._keep_lease(), name="keiro lease")]
         if self._claims:
             self._tasks.append(loop.create_task(self._claim_for_ever(), name="keiro claims"))
