@@ -45,7 +45,8 @@ class Append(msgspec.Struct, frozen=True):
     """Append events to an existing run.
 
     With `owner`, only if that worker owns the run in `epoch`. `expected` is the version the sender saw: the owner's is
-    a hint that saves the load, a stranger's (`owner` None) is a condition. `run` is the sender's copy of the row.
+    a hint that saves the load; a stranger's (`owner` None) is a condition: no command of the aggregate came after it.
+    `run` is the owner's copy of the row after the events, where they change it.
     """
 
     run_id: str
@@ -75,11 +76,13 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct):
-    """What a decision may look at: the row, the head, and the stored event that has the command's own event id."""
+    """What a decision may look at: the row, the head, the stored event that has the command's own event id, and whether
+    an event of the user's aggregate came after the version the command expects."""
 
     run: Run
     head: Head
     present: Stored | None = None
+    overtaken: bool = False
 
 
 class Appended(msgspec.Struct, frozen=True):
@@ -118,7 +121,7 @@ class FenceLost(msgspec.Struct, frozen=True):
 
 
 class VersionConflict(msgspec.Struct, frozen=True):
-    """The run is at `version`, not where the sender expected it; nothing was written."""
+    """A command of the aggregate came after what the sender saw; the run is at `version` now; nothing was written."""
 
     version: int
 
@@ -196,7 +199,8 @@ def _append(command: Append, loaded: Loaded | None) -> Decision:
         return Decision(AlreadyPresent(loaded.present))
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
-    if command.owner is None and command.expected is not None and command.expected != head.version:
+    # Steps of the run do not change what a command was decided on; another command does.
+    if command.owner is None and loaded.overtaken:
         return Decision(VersionConflict(head.version))
     after = fold(run, command.events, command.at_ms)
     version = head.version + len(command.events)

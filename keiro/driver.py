@@ -7,9 +7,11 @@ worker; once the run is sealed (fence lost, shutdown) every call of the body rai
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import uuid
 from asyncio import Future, Task
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from typing import Any, Final, Protocol
@@ -45,7 +47,8 @@ from keiro.failures import capture, revive
 from keiro.identity import StepIds
 from keiro.retry import Retry
 from keiro.rows import Head, Run
-from keiro.run import WorkflowRun, aggregate_of, bind
+from keiro.mapper import EventMapper
+from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
 from keiro.stores.base import Store
 
 COMPLETED: Final = "__workflow_completed__"
@@ -57,6 +60,7 @@ class Host(Protocol):
     """What a driver needs of the engine that hosts it."""
 
     store: Store
+    mapper: EventMapper
     strict: bool
     payload_limit: int
 
@@ -97,8 +101,11 @@ class Driver:
         "_history",
         "_ids",
         "_in_flight",
+        "_instance",
+        "_known",
         "_names",
         "_root",
+        "_unseen",
         "draining",
         "epoch",
         "host",
@@ -125,7 +132,12 @@ class Driver:
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
         self._history: dict[str, Recorded] = history_of(stored)
+        self._unseen: deque[Stored] = deque()
+        self._known = head.version
+        if workflow.aggregate is not None:
+            self._unseen.extend(row for row in stored if ":" in row.topic)
         self._root: Strand | None = None
+        self._instance: WorkflowRun
 
     # Life
 
@@ -136,7 +148,7 @@ class Driver:
         self.task = task
         self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
         _strand.set(self._root)
-        instance: WorkflowRun = aggregate_of(self.workflow, self.run)
+        self._instance = instance = aggregate_of(self.workflow, self.run)
         bind(instance, self)
         try:
             args, kwargs = self.workflow.input.decode(self.run.input_json.encode())
@@ -193,15 +205,15 @@ class Driver:
 
     # Recording
 
-    async def _record(self, one: New) -> tuple[Outcome, int]:
-        """Append one event under the fence, however often the store is away meanwhile; and when it was recorded."""
+    async def _record(self, *events: New) -> tuple[Outcome, int]:
+        """Append events under the fence, however often the store is away meanwhile; and when they were recorded."""
         pauses = iter(STORE_RETRY_S)
         while True:
             if self.sealed:
                 raise RunSealed(_sealed(self.run.run_id))
             at_ms = self.host.wall_ms()
             try:
-                outcome = await self._send(one, at_ms)
+                outcome = await self._send(events, at_ms)
             except (StoreBusy, StoreUnavailable) as error:
                 # The effect has happened: its record must not be lost to an outage. Nothing was written (or it was,
                 # and its id tells), so the same event is sent again, at the version the run now has.
@@ -226,12 +238,11 @@ class Driver:
                     self.host.report("already_ended", self.run.run_id, status=outcome.status)
             raise RunSealed(_sealed(self.run.run_id))
 
-    def _send(self, one: New, at_ms: int) -> Future[Outcome]:
+    def _send(self, events: tuple[New, ...], at_ms: int) -> Future[Outcome]:
         run = self.run
-        events = (one,)
-        after = run if type(one.event) is StepRecorded else fold(run, events, at_ms)
+        after = run if type(events[0].event) is StepRecorded else fold(run, events, at_ms)
         expected = self._version
-        self._version = expected + 1
+        self._version = expected + len(events)
         changed = None
         if after is not run:
             self.run = changed = after
@@ -307,10 +318,14 @@ class Driver:
             self.host.report("inputs_differ", self.run.run_id, step=name)
         if type(event) is StepRecorded:
             strand.now_ms = found.at_ms
+            if self._unseen:
+                await self._deliver(found.version)
             return step.decode(event.result)
         assert isinstance(event, AttemptFailed)
         if event.next_attempt_at_ms is None:
             strand.now_ms = found.at_ms
+            if self._unseen:
+                await self._deliver(found.version)
             raise revive(event.failure)
         await self._pause(event.next_attempt_at_ms)
         return await self._execute(
@@ -353,8 +368,10 @@ class Driver:
                         started_at_ms=started,
                         inputs_digest=digest,
                     )
-                    _, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
+                    outcome, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
                     again_at = failed.next_attempt_at_ms
+                    if self.workflow.aggregate is not None:
+                        await self._deliver(self._version_of(outcome))
                     if again_at is None:
                         # Raised as a replay will raise it, so that the body sees the same now.
                         again = revive(failed.failure)
@@ -367,6 +384,8 @@ class Driver:
                     if type(outcome) is AlreadyPresent:
                         # Another writer recorded this step first: its value is the step's.
                         payload = bytes(msgspec.json.decode(outcome.stored.payload, type=StepRecorded).result)
+                    if self.workflow.aggregate is not None:
+                        await self._deliver(self._version_of(outcome))
                     # Decoded only now: a value that its own annotation cannot read raises every time, but its effect
                     # is not repeated.
                     return step.decode(payload)
@@ -388,6 +407,69 @@ class Driver:
         wait = until_ms - self.host.wall_ms()
         if wait > 0:
             await asyncio.sleep(wait / 1000)
+
+    # Commands of the aggregate
+
+    def apply(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> Coroutine[Any, Any, None]:
+        """Reserve the command's name now; the coroutine records its events and delivers them to the body's instance."""
+        if self.sealed:
+            raise RunSealed(_sealed(self.run.run_id))
+        strand = self._here()
+        name = self._reserve(name, strand)
+        return self._apply(strand, self._history.pop(name, None), method, args, kwargs, name)
+
+    async def _apply(
+        self,
+        strand: Strand,
+        found: Recorded | None,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+    ) -> None:
+        if found is None:
+            # What the command decides on is what the body sees: a copy of its instance, as it is now.
+            triggered = new_events(copy.deepcopy(self._instance), method, args, kwargs)
+            events = [self._user_event(event) for event in triggered]
+            recorded = StepRecorded(step=name, result=Raw(b"null"), started_at_ms=self.host.wall_ms())
+            # The step goes last: an event without it would be applied twice after a crash between the two.
+            outcome, strand.now_ms = await self._record(*events, new(recorded, self._ids(name)))
+            version = self._version_of(outcome)
+        else:
+            strand.now_ms, version = found.at_ms, found.version
+        await self._deliver(version)
+
+    def _user_event(self, event: Event) -> New:
+        return New(event, uuid.uuid4().bytes, self.host.mapper.encode(event)[1])
+
+    def _version_of(self, outcome: Outcome) -> int:
+        if isinstance(outcome, Appended):
+            return outcome.version
+        return outcome.stored.version if isinstance(outcome, AlreadyPresent) else self._version
+
+    async def _deliver(self, version: int) -> None:
+        """Bring the body's instance to `version`: a replay delivers the same events at the same places."""
+        if version > self._known:
+            key = self.run.run_key
+            rows = (await self.host.store.history([key], after=self._known))[key]
+            self._unseen.extend(row for row in rows if ":" in row.topic)
+            self._known = rows[-1].version if rows else version
+        while self._unseen and self._unseen[0].version <= version:
+            apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
+
+    @property
+    def info(self) -> Info:
+        """What is known about the run as it is driven here."""
+        run = self.run
+        return Info(
+            run_id=run.run_id,
+            attempt=run.attempts + 1,
+            version_tag=run.version_tag,
+            parent_run_id=run.parent_run_id,
+            created_at_ms=run.created_at_ms,
+        )
 
     # Deterministic values
 
@@ -424,11 +506,22 @@ class Driver:
         return uuid.UUID(int=self.rng().getrandbits(128), version=4)
 
 
+class Info(msgspec.Struct, frozen=True):
+    """A run as it is driven here. `attempt` counts the body's attempts under the workflow's retry policy, from 1."""
+
+    run_id: str
+    attempt: int
+    version_tag: str | None
+    parent_run_id: str | None
+    created_at_ms: int
+
+
 class Recorded(msgspec.Struct, frozen=True):
-    """What the journal says about a step."""
+    """What the journal says about a step: its event, when it was recorded, and at which version of the run."""
 
     event: StepRecorded | AttemptFailed
     at_ms: int
+    version: int
 
 
 _DECODERS: Final = {
@@ -448,10 +541,10 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
     for row in stored:
         if row.topic == "StepRecorded":
             event = decode_step(row.payload)
-            history[event.step] = Recorded(event, row.recorded_at_ms)
+            history[event.step] = Recorded(event, row.recorded_at_ms, row.version)
         elif row.topic == "AttemptFailed":
             event = decode_failure(row.payload)
-            history[event.step] = Recorded(event, row.recorded_at_ms)
+            history[event.step] = Recorded(event, row.recorded_at_ms, row.version)
         elif row.topic == "WorkflowRetried":
             for name in [name for name, found in history.items() if type(found.event) is AttemptFailed]:
                 del history[name]

@@ -16,15 +16,28 @@ import msgspec
 from msgspec import Raw
 
 from keiro import codec, errors
-from keiro.decisions import Appended, Existing, InputDiffers, Start, Stored, new
+from keiro.decisions import (
+    AlreadyPresent,
+    Append,
+    Appended,
+    Existing,
+    InputDiffers,
+    New,
+    RefusedTerminal,
+    Start,
+    Stored,
+    VersionConflict,
+    new,
+)
 from keiro.definition import Workflow
 from keiro.driver import Driver
-from keiro.errors import InvalidCall, KeiroError, RunConflict, RunNotFound, UnknownWorkflow
+from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import WorkflowStarted
 from keiro.failures import Failure, revive
 from keiro.identity import check_key, parse_run_id, run_id
 from keiro.rows import Head, Run, Status
-from keiro.run import workflow_of
+from keiro.mapper import EventMapper
+from keiro.run import fold, new_events, workflow_of
 from keiro.stores import open_store
 from keiro.stores.base import Store
 from keiro.worker import Worker
@@ -73,6 +86,7 @@ class Engine:
         self._workflows: dict[str, Workflow] = {}
         for one in workflows:
             self._register(workflow_of(one))
+        self.mapper = EventMapper(self._workflows.values())
         self._worker: Worker | None = None
         self._resident: dict[int, Driver] = {}
         self._tasks: dict[asyncio.Task[None], Driver] = {}
@@ -184,6 +198,52 @@ class Engine:
     def handle(self, run_id: str) -> Handle:
         """The handle of a run by its id, whether or not it exists and whoever drives it."""
         return Handle(self, run_id, self._workflows.get(parse_run_id(run_id).workflow))
+
+    async def command(self, run_id: str, method: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> int:
+        """Send a command to the aggregate of a run: `await engine.command("wf:basket-7", Basket.add, "sku-1")`.
+
+        The method runs on the aggregate as it is now; on return its events are in the run's journal. Returns the version
+        of the last one. With `id`, the same command sent twice is recorded once. What the method raises rejects the
+        command: nothing is recorded. Raises `RunNotFound`, `RunEnded`.
+        """
+        self._opened()
+        own = parse_run_id(run_id)
+        aggregate = self.mapper.aggregate(own.workflow)
+        if aggregate is None:
+            raise InvalidCall(f"{own.workflow!r} has no aggregate class in this process: register the class with the engine")
+        event_id = uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:command:{run_id}:{id}").bytes if id is not None else None
+        while True:
+            found = await self.store.head(run_id)
+            if found is None:
+                raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+            run, _ = found
+            rows = (await self.store.history([run.run_key]))[run.run_key]
+            state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
+            if event_id is not None:
+                for row in rows:
+                    if row.event_id == event_id:
+                        return row.version
+            triggered = new_events(state, method, args, kwargs)
+            if not triggered:
+                return rows[-1].version
+            ids = [event_id or uuid.uuid4().bytes, *(uuid.uuid4().bytes for _ in triggered[1:])]
+            news = tuple(
+                New(event, one, self.mapper.encode(event)[1]) for event, one in zip(triggered, ids, strict=True)
+            )
+            outcome = await self.store.submit(
+                Append(run_id, news, self.wall_ms(), run.run_key, expected=rows[-1].version)
+            )
+            match outcome:
+                case Appended(version):
+                    return version
+                case AlreadyPresent(stored):
+                    return stored.version
+                case VersionConflict():
+                    continue
+                case RefusedTerminal(status):
+                    raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
+                case _:
+                    raise RunNotFound(f"there is no run {run_id!r} at {self.url}: it was removed meanwhile")
 
     async def runs(
         self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int = 100

@@ -24,6 +24,10 @@ class RunNotFound(KeiroError):
     """No run has this id."""
 
 
+class RunEnded(KeiroError):
+    """The run has ended and records nothing more."""
+
+
 class InvalidName(KeiroError, ValueError):
     """A workflow name, key, step name or run id breaks the rules for names."""
 

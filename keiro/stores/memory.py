@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from keiro.decisions import Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import LEASE_MS, Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
 
@@ -89,7 +89,10 @@ class MemoryStore:
         if run is None:
             return None
         event_id = command.started.event_id if isinstance(command, Start) else command.events[0].event_id
-        return Loaded(run, self._heads[run.run_key], self._by_event.get((run.run_key, event_id)))
+        overtaken = False
+        if isinstance(command, Append) and command.owner is None and command.expected is not None:
+            overtaken = any(":" in row.topic for row in self._by_run[run.run_key][command.expected :])
+        return Loaded(run, self._heads[run.run_key], self._by_event.get((run.run_key, event_id)), overtaken)
 
     def _write(self, decision: Decision, changed: list[Run]) -> Outcome:
         run, head = decision.run, decision.head

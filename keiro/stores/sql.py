@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from keiro.codec import Codec
-from keiro.decisions import Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run
 from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
 
@@ -76,6 +76,10 @@ class Tables:
         self.load_event = (
             f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
             " WHERE r.run_id = ? AND j.event_id = ?"
+        )
+        self.overtaken = (
+            f"SELECT 1 FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
+            " WHERE r.run_id = ? AND j.version > ? AND j.topic LIKE '%:%' LIMIT 1"
         )
         self.read = (
             f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
@@ -203,11 +207,14 @@ class Sql:
         """Load what the command needs, decide, write."""
         event_id = command.started.event_id if isinstance(command, Start) else command.events[0].event_id
         text = self.text
-        loaded, present = yield [(text.load, (command.run_id,)), (text.load_event, (command.run_id, event_id))]
+        needs: list[Statement] = [(text.load, (command.run_id,)), (text.load_event, (command.run_id, event_id))]
+        if isinstance(command, Append) and command.owner is None and command.expected is not None:
+            needs.append((text.overtaken, (command.run_id, command.expected)))
+        loaded, present, *overtaken = yield needs
         state: Loaded | None = None
         if loaded:
             run, head = self.to_owned(loaded[0])
-            state = Loaded(run, head, self.to_stored(present[0]) if present else None)
+            state = Loaded(run, head, self.to_stored(present[0]) if present else None, any(overtaken))
         decision = decide(command, state)
         if not decision.events:
             return decision.outcome, decision
