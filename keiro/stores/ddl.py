@@ -1,0 +1,181 @@
+"""What SQLite and Postgres write differently when a table is created: types, checks, triggers.
+
+Revisions are built from these pieces, so databases in use depend on them: what one emits never changes. A new
+need gets a new method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+SCHEMA: Final = "keiro"
+"""The Postgres schema of all tables. SQLite has none."""
+
+MAX_MS: Final = 2**53 - 1
+"""The largest integer that every reader of JSON holds exactly; times are bounded by it."""
+
+
+class Dialect(Protocol):
+    """The pieces of DDL one dialect needs. Columns are nullable unless the revision adds NOT NULL."""
+
+    name: str
+    identity: str
+    """Type and key of an integer primary key that the database counts up and never gives twice."""
+    bigint: str
+    """A 64-bit integer."""
+    id: str
+    """Text that identifies something: it compares and sorts by its bytes."""
+
+    def table(self, name: str) -> str:
+        """The name of a table as statements must write it."""
+
+    def integer(self, column: str, low: int = 0) -> str:
+        """A column of whole numbers from `low` to 2**53 - 1: keys, positions, milliseconds."""
+
+    def count(self, column: str, low: int = 0) -> str:
+        """A column of whole numbers from `low` to 2**31 - 1."""
+
+    def uuid(self, column: str) -> str:
+        """A column of UUIDs: 16 bytes on SQLite."""
+
+    def text(self, column: str) -> str:
+        """A column of text, and of nothing that merely can stand in a text column."""
+
+    def json(self, column: str) -> str:
+        """A column of JSON kept as the text it was given: a binary JSON type would write it anew."""
+
+    def storage(self, **options: float) -> str:
+        """Storage parameters that follow the closing bracket of CREATE TABLE."""
+
+    def refuse(self, message: str) -> str:
+        """The statement of a trigger that fails what fired it, as a violated constraint does."""
+
+    def trigger(
+        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
+    ) -> list[str]:
+        """The statements that create a trigger. `event` reads like `BEFORE UPDATE OF a, b`; `when` may use
+        NEW, OLD and subqueries."""
+
+
+class SQLite:
+    """DDL for SQLite. It cannot add a CHECK to a table that exists, so a table is born with all of them."""
+
+    name = "sqlite"
+    identity = "INTEGER PRIMARY KEY AUTOINCREMENT"
+    bigint = "INTEGER"
+    id = "TEXT"
+
+    def table(self, name: str) -> str:
+        """The plain name."""
+        return name
+
+    def integer(self, column: str, low: int = 0) -> str:
+        """Any value fits any column here, so every check names the storage class. NULL passes."""
+        return self._whole(column, low, MAX_MS)
+
+    def count(self, column: str, low: int = 0) -> str:
+        """Bounded like the 32-bit integer of Postgres."""
+        return self._whole(column, low, 2**31 - 1)
+
+    def _whole(self, column: str, low: int, high: int) -> str:
+        kind = f"typeof({column}) IN ('integer', 'null')"
+        return f"{column} INTEGER CHECK ({kind} AND {column} BETWEEN {low} AND {high})"
+
+    def uuid(self, column: str) -> str:
+        """16 bytes."""
+        return f"{column} BLOB CHECK (typeof({column}) IN ('blob', 'null') AND length({column}) = 16)"
+
+    def text(self, column: str) -> str:
+        """Bytes in a text column would be kept as bytes, unreadable to every other tool."""
+        return f"{column} TEXT CHECK (typeof({column}) IN ('text', 'null'))"
+
+    def json(self, column: str) -> str:
+        """Text that parses."""
+        return (
+            f"{column} TEXT CHECK ({column} IS NULL OR (typeof({column}) = 'text' AND json_valid({column})))"
+        )
+
+    def storage(self, **options: float) -> str:
+        """SQLite has none."""
+        return ""
+
+    def refuse(self, message: str) -> str:
+        """ABORT undoes the statement and leaves the transaction to its owner."""
+        return f"SELECT RAISE(ABORT, {_literal(message)})"
+
+    def trigger(
+        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
+    ) -> list[str]:
+        """One statement."""
+        condition = f" WHEN {when}" if when else ""
+        steps = " ".join(f"{step};" for step in body)
+        return [f"CREATE TRIGGER {name} {event} ON {table} FOR EACH ROW{condition} BEGIN {steps} END"]
+
+
+class Postgres:
+    """DDL for Postgres, in the schema `keiro`."""
+
+    name = "postgresql"
+    identity = "BIGINT GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY"
+    bigint = "BIGINT"
+    id = 'TEXT COLLATE "C"'
+
+    def table(self, name: str) -> str:
+        """The name within the schema, whatever the search path."""
+        return f"{SCHEMA}.{name}"
+
+    def integer(self, column: str, low: int = 0) -> str:
+        """The type admits whole numbers only."""
+        return f"{column} BIGINT CHECK ({column} BETWEEN {low} AND {MAX_MS})"
+
+    def count(self, column: str, low: int = 0) -> str:
+        """The type bounds it above."""
+        return f"{column} INTEGER CHECK ({column} >= {low})"
+
+    def uuid(self, column: str) -> str:
+        """The type says it all."""
+        return f"{column} UUID"
+
+    def text(self, column: str) -> str:
+        """The type says it all."""
+        return f"{column} TEXT"
+
+    def json(self, column: str) -> str:
+        """The cast raises where the text does not parse; `IS JSON` would need Postgres 16."""
+        return f"{column} TEXT CHECK ({column} IS NULL OR ({column}::json) IS NOT NULL)"
+
+    def storage(self, **options: float) -> str:
+        """A WITH clause."""
+        return f" WITH ({', '.join(f'{name} = {value}' for name, value in options.items())})"
+
+    def refuse(self, message: str) -> str:
+        """Raised as an integrity error (23001), like every violated constraint."""
+        return f"RAISE EXCEPTION USING MESSAGE = {_literal(message)}, ERRCODE = 'restrict_violation'"
+
+    def trigger(
+        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
+    ) -> list[str]:
+        """A function and its trigger, of one name. The condition stands in the function, because the WHEN of
+        a trigger takes no subquery."""
+        steps = " ".join(f"{step};" for step in body)
+        if when:
+            steps = f"IF {when} THEN {steps} END IF;"
+        action = event.split()[1]
+        level = "STATEMENT" if action == "TRUNCATE" else "ROW"
+        # What a row trigger returns before the change is the row to go on with; otherwise it does not matter.
+        result = {"DELETE": "OLD", "TRUNCATE": "NULL"}.get(action, "NEW")
+        return [
+            f"CREATE FUNCTION {SCHEMA}.{name}() RETURNS trigger LANGUAGE plpgsql AS"
+            f" $$ BEGIN {steps} RETURN {result}; END $$",
+            f"CREATE TRIGGER {name} {event} ON {table} FOR EACH {level} EXECUTE FUNCTION {SCHEMA}.{name}()",
+        ]
+
+
+def dialect(name: str) -> Dialect:
+    """The pieces for the dialect that SQLAlchemy calls `name`."""
+    return SQLite() if name == "sqlite" else Postgres()
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,175 @@
+"""The tables as they are now, as SQLAlchemy knows them, for queries that are not the hot append.
+
+Keys, types and indexes stand here; checks, triggers and storage parameters only in the revisions. A test
+compares these tables with what the revisions made. SQLite has no schemas: see `EXECUTION_OPTIONS`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Dialect,
+    ForeignKey,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+from keiro.stores.ddl import SCHEMA
+
+metadata: Final = MetaData(schema=SCHEMA)
+
+EXECUTION_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "sqlite": {"schema_translate_map": {SCHEMA: None}},
+    "postgresql": {},
+}
+"""What an SQLAlchemy engine or connection of each dialect needs, so that these tables are found."""
+
+
+class EventId(TypeDecorator[uuid.UUID]):
+    """A `uuid.UUID`: 16 bytes on SQLite, uuid on Postgres."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """The type of the column in this dialect."""
+        return dialect.type_descriptor(Uuid() if dialect.name == "postgresql" else LargeBinary(16))
+
+    def process_bind_param(self, value: uuid.UUID | None, dialect: Dialect) -> Any:
+        """To the driver."""
+        return value if value is None or dialect.name == "postgresql" else value.bytes
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> uuid.UUID | None:
+        """From the driver."""
+        return value if value is None or dialect.name == "postgresql" else uuid.UUID(bytes=value)
+
+
+# A key that counts up must be exactly INTEGER on SQLite.
+_BIGINT: Final = BigInteger().with_variant(Integer(), "sqlite")
+# Ids sort and compare by their bytes on every store, so that cursors mean the same.
+_ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
+
+
+def _key(name: str) -> Column[int]:
+    return Column(name, _BIGINT, Identity(always=True, cache=1), primary_key=True)
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
+
+
+runs: Final = Table(
+    "keiro_runs",
+    metadata,
+    _key("run_key"),
+    Column("run_id", _ID, nullable=False),
+    Column("workflow", _ID, nullable=False),
+    Column("key", _ID, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("lineage_id", _ID, nullable=False),
+    Column("round_ordinal", Integer, nullable=False, server_default=text("0")),
+    Column("parent_run_id", _ID, ForeignKey(f"{SCHEMA}.keiro_runs.run_id", name="keiro_runs_parent_fkey")),
+    Column("on_cancel", Text),
+    Column("version_tag", Text),
+    Column("attributes_json", Text),
+    Column("input_json", Text, nullable=False),
+    Column("result_json", Text),
+    Column("failure_json", Text),
+    Column("attempts", Integer, nullable=False, server_default=text("0")),
+    Column("created_at_ms", _BIGINT, nullable=False),
+    Column("started_at_ms", _BIGINT),
+    Column("finished_at_ms", _BIGINT),
+    Column("next_attempt_at_ms", _BIGINT),
+    Column("wake_at_ms", _BIGINT),
+    Column("waiting_reason", Text),
+    Column("waiting_token", _ID),
+    Column("deadline_at_ms", _BIGINT),
+    Column("cancel_requested_at_ms", _BIGINT),
+    UniqueConstraint("run_id", name="keiro_runs_run_id_key"),
+    _partial("keiro_runs_pending_idx", "workflow", "run_key", where="status = 'pending'"),
+    _partial(
+        "keiro_runs_wake_idx",
+        "wake_at_ms",
+        "run_key",
+        where="status = 'suspended' AND wake_at_ms IS NOT NULL",
+    ),
+    _partial("keiro_runs_parent_idx", "parent_run_id", where="parent_run_id IS NOT NULL"),
+    _partial("keiro_runs_lineage_idx", "lineage_id", "round_ordinal", where="round_ordinal > 0", unique=True),
+    sqlite_autoincrement=True,
+)
+"""One row a run: what it is and how it stands. It changes with the state of the run, never for a step."""
+
+run_heads: Final = Table(
+    "keiro_run_heads",
+    metadata,
+    Column("run_key", _BIGINT, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("owner", _BIGINT),
+    Column("epoch", _BIGINT, nullable=False, server_default=text("0")),
+    _partial("keiro_run_heads_owner_idx", "owner", where="owner IS NOT NULL"),
+)
+"""The version of a run's newest event, and who may append: the worker `owner` in its `epoch`."""
+
+journal: Final = Table(
+    "keiro_journal",
+    metadata,
+    _key("position"),
+    Column("run_key", _BIGINT, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("event_id", EventId, nullable=False),
+    Column("topic", Text, nullable=False),
+    Column("payload", Text, nullable=False),
+    Column("recorded_at_ms", _BIGINT, nullable=False),
+    UniqueConstraint("run_key", "version", name="keiro_journal_version_key"),
+    UniqueConstraint("run_key", "event_id", name="keiro_journal_event_key"),
+    sqlite_autoincrement=True,
+)
+"""All events of all runs. Append-only: rows go only with their run."""
+
+workers: Final = Table(
+    "keiro_workers",
+    metadata,
+    _key("worker_key"),
+    Column("worker_id", _ID, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("pid", _BIGINT, nullable=False),
+    Column("process_started", Text, nullable=False),
+    Column("address", Text),
+    Column("started_at_ms", _BIGINT, nullable=False),
+    Column("lease_expires_at_ms", _BIGINT, nullable=False),
+    UniqueConstraint("worker_id", name="keiro_workers_worker_id_key"),
+    Index("keiro_workers_lease_idx", "lease_expires_at_ms"),
+    sqlite_autoincrement=True,
+)
+"""The processes that drive runs, and until when each is taken for alive."""
+
+projection_tracking: Final = Table(
+    "keiro_projection_tracking",
+    metadata,
+    Column("name", _ID, primary_key=True),
+    Column("position", _BIGINT, nullable=False),
+)
+"""How far each following projection has read the journal."""
+
+snapshots: Final = Table(
+    "keiro_snapshots",
+    metadata,
+    Column("originator_id", _ID, primary_key=True),
+    Column("originator_version", Integer, primary_key=True, autoincrement=False),
+    Column("topic", Text, nullable=False),
+    Column("state", Text, nullable=False),
+)
+"""User state of a run at a version, as a repository takes it. Goes with its run."""

@@ -1,0 +1,735 @@
+"""Opening a database: what is made, what is refused, and that many may do it at once or fail half-way."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+import keiro
+from keiro.errors import MigrationRequired, StoreBusy, StoreError, StoreUnavailable
+from keiro.stores import migrate, schema
+from keiro.testing.postgres import PostgresServer
+from tests.stores.conftest import EVENT, RUN, Database, PostgresDatabase, SQLiteDatabase
+
+# The inventory, as Postgres calls the types; `C` marks ids, which compare by their bytes.
+COLUMNS = """
+keiro_alembic_version.version_num character varying not null
+keiro_journal.position bigint not null identity
+keiro_journal.run_key bigint not null
+keiro_journal.version integer not null
+keiro_journal.event_id uuid not null
+keiro_journal.topic text not null
+keiro_journal.payload text not null
+keiro_journal.recorded_at_ms bigint not null
+keiro_projection_tracking.name text C not null
+keiro_projection_tracking.position bigint not null
+keiro_run_heads.run_key bigint not null
+keiro_run_heads.version integer not null
+keiro_run_heads.owner bigint
+keiro_run_heads.epoch bigint not null default 0
+keiro_runs.run_key bigint not null identity
+keiro_runs.run_id text C not null
+keiro_runs.workflow text C not null
+keiro_runs.key text C not null
+keiro_runs.status text not null
+keiro_runs.lineage_id text C not null
+keiro_runs.round_ordinal integer not null default 0
+keiro_runs.parent_run_id text C
+keiro_runs.on_cancel text
+keiro_runs.version_tag text
+keiro_runs.attributes_json text
+keiro_runs.input_json text not null
+keiro_runs.result_json text
+keiro_runs.failure_json text
+keiro_runs.attempts integer not null default 0
+keiro_runs.created_at_ms bigint not null
+keiro_runs.started_at_ms bigint
+keiro_runs.finished_at_ms bigint
+keiro_runs.next_attempt_at_ms bigint
+keiro_runs.wake_at_ms bigint
+keiro_runs.waiting_reason text
+keiro_runs.waiting_token text C
+keiro_runs.deadline_at_ms bigint
+keiro_runs.cancel_requested_at_ms bigint
+keiro_snapshots.originator_id text C not null
+keiro_snapshots.originator_version integer not null
+keiro_snapshots.topic text not null
+keiro_snapshots.state text not null
+keiro_workers.worker_key bigint not null identity
+keiro_workers.worker_id text C not null
+keiro_workers.host text not null
+keiro_workers.pid bigint not null
+keiro_workers.process_started text not null
+keiro_workers.address text
+keiro_workers.started_at_ms bigint not null
+keiro_workers.lease_expires_at_ms bigint not null
+""".strip().splitlines()
+
+INDEXES = """
+keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
+keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
+keiro_runs_parent_idx keiro_runs(parent_run_id) where parent_run_id is not null
+keiro_runs_pending_idx keiro_runs(workflow,run_key) where status = 'pending'
+keiro_runs_wake_idx keiro_runs(wake_at_ms,run_key) where status = 'suspended' and wake_at_ms is not null
+keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
+""".strip().splitlines()
+
+KEYS = """
+keiro_alembic_version primary key(version_num)
+keiro_journal primary key(position)
+keiro_journal unique(run_key,event_id)
+keiro_journal unique(run_key,version)
+keiro_projection_tracking primary key(name)
+keiro_run_heads primary key(run_key)
+keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
+keiro_runs primary key(run_key)
+keiro_runs unique(run_id)
+keiro_snapshots primary key(originator_id,originator_version)
+keiro_workers primary key(worker_key)
+keiro_workers unique(worker_id)
+""".strip().splitlines()
+
+TRIGGERS = {
+    "sqlite": [
+        "keiro_journal_no_delete",
+        "keiro_journal_no_replace",
+        "keiro_journal_no_update",
+        "keiro_runs_forget",
+        "keiro_runs_identity",
+    ],
+    "postgresql": [
+        "keiro_journal_no_delete",
+        "keiro_journal_no_truncate",
+        "keiro_journal_no_update",
+        "keiro_runs_forget",
+        "keiro_runs_identity",
+        "keiro_runs_no_truncate",
+    ],
+}
+
+_SQLITE_TYPES = {
+    "bigint": "INTEGER",
+    "integer": "INTEGER",
+    "uuid": "BLOB",
+    "text": "TEXT",
+    "character varying": "VARCHAR(32)",
+}
+
+
+def on_sqlite(column: str) -> str:
+    """A line of COLUMNS as SQLite has it."""
+    name, rest = column.split(" ", 1)
+    rest = rest.replace("text C", "text")
+    kind = next(kind for kind in _SQLITE_TYPES if rest.startswith(kind))
+    # The key of a table is its rowid there: it counts up, and needs no NOT NULL.
+    rest = rest.replace(" not null identity", " identity")
+    return f"{name} {_SQLITE_TYPES[kind]}{rest.removeprefix(kind)}"
+
+
+def tidy(sql: str) -> str:
+    """An index's definition without the spellings in which the dialects differ."""
+    text = re.sub(r'keiro\.|using btree |::text|"', "", " ".join(sql.lower().split()))
+    head, _, where = text.partition(" where ")
+    found = re.fullmatch(r"create (unique )?index (\w+) on (\w+) \((.*)\)", head)
+    assert found is not None, sql
+    unique, name, table, columns = found.groups(default="")
+    condition = f" where {re.sub('[()]', '', where)}" if where else ""
+    return f"{name} {unique}{table}({columns.replace(', ', ',')}){condition}"
+
+
+class Inventory:
+    """What a database holds of keiro."""
+
+    def __init__(self, database: Database) -> None:
+        self._rows = database.rows
+        of_sqlite = isinstance(database, SQLiteDatabase)
+        self.columns = sorted(self._sqlite_columns() if of_sqlite else self._postgres_columns())
+        self.indexes = sorted(map(tidy, self._sqlite_indexes() if of_sqlite else self._postgres_indexes()))
+        self.keys = sorted(self._sqlite_keys() if of_sqlite else self._postgres_keys())
+        self.triggers = sorted(self._sqlite_triggers() if of_sqlite else self._postgres_triggers())
+
+    def _sqlite_tables(self) -> list[tuple[str, str]]:
+        return self._rows(
+            "SELECT name, sql FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'sqlite_*'"
+        )
+
+    def _sqlite_columns(self) -> Iterator[str]:
+        for table, sql in self._sqlite_tables():
+            for _, name, kind, required, default, _ in self._rows(f"PRAGMA table_info({table})"):
+                counts_up = re.search(rf"\b{name} INTEGER (NOT NULL )?PRIMARY KEY AUTOINCREMENT", sql)
+                yield (
+                    f"{table}.{name} {kind}{' not null' if required and not counts_up else ''}"
+                    f"{' identity' if counts_up else ''}{f' default {default}' if default else ''}"
+                )
+
+    def _sqlite_indexes(self) -> list[str]:
+        found = self._rows("SELECT sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+        return [sql for (sql,) in found]
+
+    def _sqlite_keys(self) -> Iterator[str]:
+        for table, _ in self._sqlite_tables():
+            columns = self._rows(f"PRAGMA table_info({table})")
+            key = sorted((place, name) for _, name, _, _, _, place in columns if place)
+            yield f"{table} primary key({','.join(name for _, name in key)})"
+            for _, index, _, origin, _ in self._rows(f"PRAGMA index_list({table})"):
+                if origin == "u":
+                    parts = self._rows(f"PRAGMA index_info({index})")
+                    yield f"{table} unique({','.join(name for _, _, name in parts)})"
+            for _, _, other, here, there, *_ in self._rows(f"PRAGMA foreign_key_list({table})"):
+                yield f"{table} foreign key({here}) references {other}({there})"
+
+    def _sqlite_triggers(self) -> list[str]:
+        return [name for (name,) in self._rows("SELECT name FROM sqlite_master WHERE type = 'trigger'")]
+
+    def _postgres_columns(self) -> Iterator[str]:
+        for table, name, kind, collation, nullable, identity, default in self._rows(
+            "SELECT table_name, column_name, data_type, collation_name, is_nullable, is_identity,"
+            " column_default FROM information_schema.columns WHERE table_schema = 'keiro'"
+        ):
+            yield (
+                f"{table}.{name} {kind}{' C' if collation == 'C' else ''}"
+                f"{'' if nullable == 'YES' else ' not null'}{' identity' if identity == 'YES' else ''}"
+                f"{f' default {default}' if default else ''}"
+            )
+
+    def _postgres_indexes(self) -> list[str]:
+        found = self._rows(
+            "SELECT pg_get_indexdef(indexrelid) FROM pg_index JOIN pg_class ON oid = indrelid"
+            " WHERE relnamespace = 'keiro'::regnamespace"
+            " AND NOT EXISTS"
+            " (SELECT FROM pg_constraint WHERE conindid = indexrelid AND contype IN ('p', 'u'))"
+        )
+        return [sql for (sql,) in found]
+
+    def _postgres_keys(self) -> Iterator[str]:
+        for table, definition in self._rows(
+            "SELECT conrelid::regclass::text, pg_get_constraintdef(oid) FROM pg_constraint"
+            " WHERE connamespace = 'keiro'::regnamespace AND contype IN ('p', 'u', 'f')"
+        ):
+            text = re.sub(r'keiro\.|"', "", definition.lower()).replace(" (", "(").replace(", ", ",")
+            yield f"{table.removeprefix('keiro.')} {text}"
+
+    def _postgres_triggers(self) -> list[str]:
+        found = self._rows(
+            "SELECT tgname::text FROM pg_trigger JOIN pg_class c ON c.oid = tgrelid"
+            " WHERE c.relnamespace = 'keiro'::regnamespace AND NOT tgisinternal"
+        )
+        return [name for (name,) in found]
+
+
+def is_blank(database: Database) -> bool:
+    """Whether a database has no table (or schema) at all."""
+    if isinstance(database, SQLiteDatabase):
+        return not database.rows("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return not database.rows("SELECT 1 FROM pg_namespace WHERE nspname = 'keiro'")
+
+
+def engine_of(database: Database) -> sqlalchemy.Engine:
+    """An engine that finds the tables of `keiro.stores.schema`."""
+    if isinstance(database, SQLiteDatabase):
+        url = f"sqlite:///{database.path}"
+    else:
+        assert isinstance(database, PostgresDatabase)
+        url = database.url.replace("postgresql://", "postgresql+psycopg://")
+    engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
+    return engine.execution_options(**schema.EXECUTION_OPTIONS[engine.dialect.name])
+
+
+# What is made
+
+
+def test_a_fresh_database_has_exactly_this(database: Database) -> None:
+    found = Inventory(database)
+
+    columns = COLUMNS if database.dialect == "postgresql" else map(on_sqlite, COLUMNS)
+    assert found.columns == sorted(columns)
+    assert found.indexes == INDEXES
+    assert found.keys == KEYS
+    assert found.triggers == TRIGGERS[database.dialect]
+    assert database.rows("SELECT version_num FROM keiro_alembic_version") == [(migrate.HEAD,)]
+
+
+def test_a_second_time_changes_nothing(database: Database) -> None:
+    before = Inventory(database)
+    database.insert("keiro_runs", RUN)
+
+    database.ensure()
+    database.ensure(mode="verify")
+
+    assert vars(Inventory(database)) == vars(before) | {"_rows": database.rows}
+    assert database.rows("SELECT count(*) FROM keiro_runs") == [(1,)]
+
+
+@pytest.mark.parametrize("empty", ["sqlite"], indirect=True)
+def test_a_file_is_in_wal_mode(database: SQLiteDatabase) -> None:
+    assert database.rows("PRAGMA journal_mode") == [("wal",)]
+
+
+@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
+def test_the_hot_row_has_room_for_updates_in_place(database: PostgresDatabase) -> None:
+    (options,) = database.rows("SELECT reloptions FROM pg_class WHERE relname = 'keiro_run_heads'")[0]
+
+    assert "fillfactor=50" in options
+
+
+def test_the_tables_of_the_package_are_those_of_the_revisions(
+    database: Database, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if database.dialect == "sqlite":
+        other: Database = SQLiteDatabase(tmp_path / "made-from-metadata.db")
+        compare_with(other, database)
+    else:
+        server: PostgresServer = request.getfixturevalue("postgres_server")
+        with server.database() as url:
+            other = PostgresDatabase(url)
+            other.rows("CREATE SCHEMA keiro")
+            compare_with(other, database)
+
+
+def compare_with(blank: Database, migrated: Database) -> None:
+    engine = engine_of(blank)
+    with engine.begin() as connection:
+        schema.metadata.create_all(connection)
+    from_metadata, from_revisions = Inventory(blank), Inventory(migrated)
+
+    def ours(lines: list[str]) -> list[str]:
+        return [line for line in lines if not line.startswith(migrate.VERSION_TABLE)]
+
+    assert from_metadata.columns == ours(from_revisions.columns)
+    assert from_metadata.indexes == from_revisions.indexes
+    assert from_metadata.keys == ours(from_revisions.keys)
+
+
+def test_the_tables_of_the_package_can_be_queried(database: Database) -> None:
+    event_id = uuid.uuid4()
+
+    with engine_of(database).begin() as connection:
+        connection.execute(schema.runs.insert().values(**RUN))
+        connection.execute(schema.journal.insert().values(**EVENT | {"event_id": event_id}))
+        found = connection.execute(
+            sqlalchemy.select(schema.journal.c.event_id, schema.runs.c.run_id)
+            .join(schema.runs, schema.runs.c.run_key == schema.journal.c.run_key)
+            .where(schema.journal.c.event_id == event_id)
+        ).all()
+
+    assert found == [(event_id, RUN["run_id"])]
+
+
+def test_the_applications_own_tables_and_its_own_alembic_are_left_alone(empty: Database) -> None:
+    where = "" if empty.dialect == "sqlite" else "public."
+    empty.rows(f"CREATE TABLE {where}alembic_version (version_num TEXT NOT NULL)")
+    empty.rows(f"INSERT INTO {where}alembic_version VALUES ('cafe')")
+
+    empty.ensure()
+
+    assert empty.rows(f"SELECT * FROM {where}alembic_version") == [("cafe",)]
+
+
+@pytest.mark.parametrize(
+    "name", ["with space.db", "50%.db", "what?.db", "hash#.db", "naïve ☕.db", "file:x.db"]
+)
+def test_any_file_name_will_do(tmp_path: Path, name: str) -> None:
+    migrate.ensure_sqlite(str(tmp_path / name))
+    migrate.ensure_sqlite(str(tmp_path / name), mode="verify")
+
+    assert name in os.listdir(tmp_path)
+
+
+def test_a_relative_path_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    migrate.ensure_sqlite("runs.db")
+
+    assert "runs.db" in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url", ["host=127.0.0.1 dbname={dbname} port={port} user=postgres", "{url}?connect_timeout=3"]
+)
+def test_any_address_that_libpq_understands_will_do(postgres_url: str, url: str) -> None:
+    parts = psycopg.conninfo.conninfo_to_dict(postgres_url)
+
+    migrate.ensure_postgres(url.format(url=postgres_url, **parts))
+
+    migrate.ensure_postgres(postgres_url, mode="verify")
+
+
+# Nothing is loaded that is not needed
+
+
+def test_a_database_that_is_up_to_date_is_opened_without_sqlalchemy(database: Database) -> None:
+    call, address = call_of(database)
+    program = f"""if True:
+        import sys
+        from keiro.stores import migrate
+        migrate.{call}({address!r})
+        print(*{{"sqlalchemy", "alembic"}} & set(sys.modules))
+    """
+
+    assert python("-c", program).stdout.split() == []
+
+
+# What is refused
+
+
+def test_revisions_are_those_of_the_script_folder() -> None:
+    scripts = ScriptDirectory(str(migrate.script_location()))
+
+    assert [script.revision for script in scripts.walk_revisions()] == list(reversed(migrate.REVISIONS))
+    assert scripts.get_current_head() == migrate.HEAD
+
+
+@pytest.mark.parametrize(
+    ("revision", "has_tables", "state"),
+    [
+        (None, False, migrate.Behind(None)),
+        (None, True, migrate.Foreign()),
+        (migrate.HEAD, True, migrate.Current()),
+        ("9999", True, migrate.Newer("9999")),
+        ("", True, migrate.Newer("")),
+    ],
+)
+def test_a_database_is_classified_by_its_revision(
+    revision: str | None, has_tables: bool, state: migrate.State
+) -> None:
+    assert migrate.classify(revision, has_tables) == state
+
+
+def test_an_older_revision_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
+    monkeypatch.setattr(migrate, "HEAD", "0002")
+
+    assert migrate.classify("0001", True) == migrate.Behind("0001")
+    assert migrate.classify("0002", True) == migrate.Current()
+
+
+@pytest.mark.parametrize("mode", ["migrate", "verify"])
+def test_a_database_of_a_newer_keiro_is_refused_untouched(database: Database, mode: migrate.Mode) -> None:
+    database.rows("UPDATE keiro_alembic_version SET version_num = '9999'")
+    before = Inventory(database)
+
+    with pytest.raises(MigrationRequired, match=r"newer keiro \(revision 9999.*install"):
+        database.ensure(mode)
+
+    assert Inventory(database).columns == before.columns
+    assert database.rows("SELECT version_num FROM keiro_alembic_version") == [("9999",)]
+
+
+@pytest.mark.parametrize("mode", ["migrate", "verify"])
+def test_tables_that_are_not_ours_are_refused_untouched(empty: Database, mode: migrate.Mode) -> None:
+    if empty.dialect == "postgresql":
+        empty.rows("CREATE SCHEMA keiro")
+    empty.rows("CREATE TABLE keiro_workflow_children (child_id TEXT)")
+
+    with pytest.raises(MigrationRequired, match="not keiro's"):
+        empty.ensure(mode)
+
+    assert Inventory(empty).columns[0].startswith("keiro_workflow_children.child_id")
+    assert len(Inventory(empty).columns) == 1
+
+
+def test_tables_without_a_revision_are_refused(database: Database) -> None:
+    database.rows("DELETE FROM keiro_alembic_version")
+
+    with pytest.raises(MigrationRequired, match="no revision in keiro_alembic_version"):
+        database.ensure()
+
+
+@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
+def test_keiro_tables_outside_the_schema_do_not_matter(empty: PostgresDatabase) -> None:
+    empty.rows("CREATE TABLE public.keiro_notes (text TEXT)")
+
+    empty.ensure()
+
+
+def test_verifying_changes_nothing_and_says_what_to_run(empty: Database) -> None:
+    with pytest.raises(
+        MigrationRequired, match=r"no tables of keiro.*`keiro migrate --url (sqlite|postgresql)://"
+    ):
+        empty.ensure("verify")
+
+    if isinstance(empty, SQLiteDatabase):
+        assert not empty.path.exists()
+    else:
+        assert is_blank(empty)
+
+
+@pytest.mark.parametrize("empty", ["sqlite"], indirect=True)
+def test_verifying_a_database_without_our_tables_leaves_its_mode(empty: SQLiteDatabase) -> None:
+    empty.rows("CREATE TABLE notes (text TEXT)")
+
+    with pytest.raises(MigrationRequired):
+        empty.ensure("verify")
+
+    assert empty.rows("PRAGMA journal_mode") == [("delete",)]
+
+
+def test_a_password_is_never_shown(postgres_url: str) -> None:
+    url = postgres_url.replace("postgres@", "postgres:hunter2@")
+
+    with pytest.raises(MigrationRequired) as raised:
+        migrate.ensure_postgres(url, mode="verify")
+
+    assert "hunter2" not in str(raised.value)
+    assert postgres_url in str(raised.value)
+
+
+# Everything or nothing
+
+
+def test_what_fails_half_way_leaves_nothing(empty: Database) -> None:
+    # The last table of the first revision cannot be made: its name is taken.
+    if empty.dialect == "postgresql":
+        empty.rows("CREATE SCHEMA keiro")
+    empty.rows("CREATE VIEW keiro_snapshots AS SELECT 1 AS one")
+
+    with pytest.raises(StoreError, match="keiro_snapshots"):
+        empty.ensure()
+
+    assert Inventory(empty).columns in ([], ["keiro_snapshots.one integer"])
+    empty.rows("DROP VIEW keiro_snapshots")
+    empty.ensure()
+    assert Inventory(empty).keys == KEYS
+
+
+@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
+def test_the_schema_goes_too_when_the_upgrade_fails(
+    empty: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(migrate, "_run_revisions", fail)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        empty.ensure()
+
+    assert is_blank(empty)
+
+
+# Many at once
+
+
+def call_of(database: Database) -> tuple[str, str]:
+    """The function that opens this database, and its argument."""
+    if isinstance(database, SQLiteDatabase):
+        return "ensure_sqlite", str(database.path)
+    assert isinstance(database, PostgresDatabase)
+    return "ensure_postgres", database.url
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment(), text=True, capture_output=True, check=True
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(keiro.__file__).parents[1])}
+
+
+def test_processes_that_open_a_new_database_at_once_all_succeed(empty: Database) -> None:
+    call, address = call_of(empty)
+    program = f"""if True:
+        import alembic.command, sqlalchemy
+        from keiro.stores import migrate
+        print("ready", flush=True)
+        input()
+        migrate.{call}({address!r})
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(8)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    failures = [process.communicate()[1] for process in processes]
+
+    assert failures == [""] * 8
+    assert [process.returncode for process in processes] == [0] * 8
+    assert Inventory(empty).keys == KEYS
+    assert empty.rows("SELECT version_num FROM keiro_alembic_version") == [(migrate.HEAD,)]
+
+
+def test_threads_may_open_databases_at_once(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{n}.db") for n in range(8)]
+    together = threading.Barrier(len(paths))
+
+    def open_one(path: str) -> None:
+        together.wait()
+        migrate.ensure_sqlite(path)
+
+    with ThreadPoolExecutor(len(paths)) as threads:
+        list(threads.map(open_one, paths))
+
+    for path in paths:
+        assert Inventory(SQLiteDatabase(Path(path))).keys == KEYS
+
+
+@pytest.mark.parametrize("empty", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("held", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_a_locked_file_is_waited_for(
+    empty: SQLiteDatabase, monkeypatch: pytest.MonkeyPatch, held: str, mode: str
+) -> None:
+    with closing(sqlite3.connect(empty.path, isolation_level=None)) as other:
+        other.execute(f"PRAGMA journal_mode = {mode}")
+        other.execute("CREATE TABLE notes (text TEXT)")
+        other.execute(held)
+        other.execute("INSERT INTO notes VALUES ('x')")
+        with pytest.raises(StoreBusy, match="locked by another connection"):
+            empty.ensure(timeout=0)
+        with pytest.raises(StoreBusy, match="locked by another connection"):
+            empty.ensure(timeout=0.02)
+
+        monkeypatch.setattr(migrate.time, "sleep", lambda _: other.in_transaction and other.execute("COMMIT"))
+        empty.ensure()
+
+    assert Inventory(empty).triggers == TRIGGERS["sqlite"]
+    assert empty.rows("SELECT * FROM notes") == [("x",)]
+
+
+@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
+def test_another_migrator_is_waited_for(empty: PostgresDatabase) -> None:
+    with psycopg.connect(empty.url) as other:
+        other.execute("SELECT pg_advisory_xact_lock(%s)", [migrate.MIGRATION_LOCK])
+        with pytest.raises(StoreBusy, match="Try again"):
+            empty.ensure(timeout=0.02)
+        assert is_blank(empty)
+
+    empty.ensure()
+
+
+@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
+def test_the_second_migrator_finds_the_work_done(
+    empty: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another process migrates after this one has looked, and before it has the lock.
+    upgrade = migrate._upgrade
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(migrate, "_upgrade", upgrade)
+        empty.ensure()
+        upgrade(*arguments)
+
+    monkeypatch.setattr(migrate, "_upgrade", late)
+
+    empty.ensure()
+
+    assert empty.rows("SELECT version_num FROM keiro_alembic_version") == [(migrate.HEAD,)]
+
+
+# Later revisions
+
+
+def test_a_revision_made_from_the_template_runs(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "migrations"
+    shutil.copytree(migrate.script_location(), scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    config = Config()
+    config.set_main_option("script_location", str(scripts))
+    made = ScriptDirectory.from_config(config).generate_revision("0002", "a note", head="head")
+    assert made is not None
+    path = Path(made.path)
+    table = "keiro_notes" if database.dialect == "sqlite" else "keiro.keiro_notes"
+    text = path.read_text().replace(
+        "statements: list[str] = []", f'statements = ["CREATE TABLE {table} (note TEXT)"]'
+    )
+    path.write_text(text)
+    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
+    monkeypatch.setattr(migrate, "HEAD", "0002")
+    monkeypatch.setattr(migrate, "script_location", lambda: scripts)
+
+    with pytest.raises(MigrationRequired, match="is at revision 0001 and this keiro needs revision 0002"):
+        database.ensure("verify")
+    database.insert("keiro_runs", RUN)
+    database.ensure()
+
+    assert database.rows("SELECT * FROM keiro_notes") == []
+    assert database.rows("SELECT version_num FROM keiro_alembic_version") == [("0002",)]
+    assert database.rows("SELECT count(*) FROM keiro_runs") == [(1,)]
+    assert Inventory(database).triggers == TRIGGERS[database.dialect]
+
+
+def test_an_installation_without_revisions_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(migrate, "__file__", str(tmp_path / "keiro" / "stores" / "migrate.py"))
+
+    with pytest.raises(MigrationRequired, match="install keiro-durable again"):
+        migrate.script_location()
+
+
+def test_an_installed_package_has_its_revisions_inside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inside, beside = tmp_path / "keiro" / "migrations", tmp_path / "migrations"
+    for folder in (inside, beside):
+        folder.mkdir(parents=True)
+        (folder / "env.py").touch()
+    monkeypatch.setattr(migrate, "__file__", str(tmp_path / "keiro" / "stores" / "migrate.py"))
+
+    assert migrate.script_location() == inside
+
+
+# What this machine cannot do
+
+
+def test_too_old_an_sqlite_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+
+    with pytest.raises(StoreUnavailable, match=r"needs 3\.38\.0"):
+        migrate.ensure_sqlite(str(tmp_path / "runs.db"))
+
+
+def test_too_old_a_postgres_is_named(monkeypatch: pytest.MonkeyPatch, postgres_url: str) -> None:
+    monkeypatch.setattr(migrate, "MIN_POSTGRES", 99)
+
+    with pytest.raises(StoreUnavailable, match="keiro needs 99 or newer"):
+        migrate.ensure_postgres(postgres_url)
+
+
+def test_a_database_that_cannot_hold_every_text_is_refused(postgres_server: PostgresServer) -> None:
+    with psycopg.connect(postgres_server.url(), autocommit=True) as admin:
+        admin.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+        try:
+            with pytest.raises(StoreUnavailable, match=r"LATIN1.*UTF8"):
+                migrate.ensure_postgres(postgres_server.url("latin"))
+        finally:
+            admin.execute("DROP DATABASE latin")
+
+
+def test_postgres_without_its_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+
+    with pytest.raises(StoreUnavailable, match=r"keiro-durable\[postgres\]"):
+        migrate.ensure_postgres("postgresql://127.0.0.1/runs")
