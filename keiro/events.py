@@ -1,29 +1,46 @@
 """Everything that can happen to a run, as the journal stores it.
 
-An event is a frozen `msgspec.Struct` that is also an aggregate event of the `eventsourcing` library. The journal keeps
-`originator_id`, `originator_version` and `timestamp` in columns of their own, so these fields have blank defaults and are
-omitted from the stored JSON: what is encoded is only what happened.
+An event is a frozen `msgspec.Struct` that is also an aggregate event of the `eventsourcing` library. The
+journal keeps `originator_id`, `originator_version` and `timestamp` in columns of their own, so these fields
+have blank defaults and are omitted from the stored JSON: what is encoded is only what happened.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any, ClassVar, Final
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import force_setattr, replace
 
+from keiro.errors import DecodeFailed
 from keiro.failures import Failure
 from keiro.library import CanMutateAggregate
 
-_BLANK_TIME: Final = datetime.fromtimestamp(0, UTC)
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
+# Below this (year 2223), milliseconds divided by 1000 round to the right microsecond.
+_EXACT_MS: Final = 8_000_000_000_000
+_MILLISECOND: Final = timedelta(milliseconds=1)
+
+
+def time_of(ms: int) -> datetime:
+    """Integer milliseconds since the epoch as an aware datetime in UTC."""
+    if 0 <= ms < _EXACT_MS:
+        return datetime.fromtimestamp(ms / 1000, UTC)
+    return _EPOCH + timedelta(milliseconds=ms)
+
+
+def ms_of(time: datetime) -> int:
+    """An aware datetime as integer milliseconds since the epoch."""
+    return (time - _EPOCH) // _MILLISECOND
 
 
 class Event(msgspec.Struct, CanMutateAggregate[str], frozen=True, kw_only=True, omit_defaults=True):
     """Base of all events of a run.
 
-    `originator_id` is the run id, `originator_version` its place in the run (from 1, without gaps), `timestamp` the
-    time it was recorded (UTC, millisecond resolution).
+    `originator_id` is the run id, `originator_version` its place in the run (from 1, without gaps),
+    `timestamp` the time it was recorded (UTC, millisecond resolution).
     """
 
     TOPIC: ClassVar[str] = ""
@@ -31,10 +48,19 @@ class Event(msgspec.Struct, CanMutateAggregate[str], frozen=True, kw_only=True, 
 
     originator_id: str = ""
     originator_version: int = 0
-    timestamp: datetime = _BLANK_TIME
+    timestamp: datetime = _EPOCH
 
     def apply(self, aggregate: Any) -> None:
         """Change the user's state; engine events do not."""
+
+    def mutate(self, aggregate: Any) -> Any:
+        """Apply this event to the aggregate (None before the first event) and return it.
+
+        Raises `StoreError` unless it is the next event of that run.
+        """
+        from keiro.run import advance
+
+        return advance(aggregate, (self,))
 
     def _as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__struct_fields__}
@@ -57,12 +83,6 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     attributes: dict[str, Any] | None = None
     version: str | None = None
     """The version tag of the workflow's code."""
-
-    def mutate(self, aggregate: Any) -> Any:
-        """Create the aggregate this run folds into: the registered class of its workflow."""
-        from keiro.run import blank_aggregate
-
-        return blank_aggregate(self)
 
 
 class StepRecorded(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,7 +107,7 @@ class AttemptStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """An attempt of a step raised. Without `next_attempt_at_ms` the step has failed for good and raises on replay."""
+    """An attempt of a step raised; without `next_attempt_at_ms` the step has failed for good."""
 
     TOPIC: ClassVar[str] = "AttemptFailed"
 
@@ -133,6 +153,28 @@ class WorkflowCancelled(Event, frozen=True, kw_only=True, omit_defaults=True):
     reason: str | None = None
 
 
+class OpaqueEvent(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """An event this process has no class for: of another program's command, or of a newer keiro."""
+
+    topic: str
+    data: Raw
+    """The stored JSON."""
+
+    def apply(self, aggregate: Any) -> None:
+        """Change nothing; raise `DecodeFailed` if the aggregate's own class should know the event."""
+        workflow, _, name = self.topic.partition(":")
+        own = getattr(type(aggregate), "_keiro_workflow", None)
+        if name and own is not None and own.name == workflow:
+            raise DecodeFailed(
+                f"event {self.originator_version} of {self.originator_id} is a {name}, which the class "
+                f"{type(aggregate).__qualname__} does not have: what was recorded must stay readable, so "
+                "keep its event method or event class",
+                where=self.topic,
+            )
+
+
+E = TypeVar("E", bound=Event)
+
 ENGINE_EVENTS: Final[dict[str, type[Event]]] = {
     cls.TOPIC: cls
     for cls in (
@@ -147,3 +189,22 @@ ENGINE_EVENTS: Final[dict[str, type[Event]]] = {
     )
 }
 TERMINAL: Final = frozenset((WorkflowCompleted.TOPIC, WorkflowFailed.TOPIC, WorkflowCancelled.TOPIC))
+
+
+def blank(event: E) -> E:
+    """The event without what the journal keeps in columns; the same object if it has nothing of that."""
+    if event.originator_version == 0 and not event.originator_id and event.timestamp is _EPOCH:
+        return event
+    return replace(event, originator_id="", originator_version=0, timestamp=_EPOCH)
+
+
+def placed(event: E, run_id: str, version: int, recorded_at_ms: int) -> E:
+    """A copy of the event as it stands in the journal of a run."""
+    return replace(event, originator_id=run_id, originator_version=version, timestamp=time_of(recorded_at_ms))
+
+
+def place(event: Event, run_id: str, version: int, recorded_at_ms: int) -> None:
+    """Fill in the columns of an event that was decoded just now and that nobody else has seen."""
+    force_setattr(event, "originator_id", run_id)
+    force_setattr(event, "originator_version", version)
+    force_setattr(event, "timestamp", time_of(recorded_at_ms))
