@@ -88,7 +88,7 @@ class Engine:
             self._register(workflow_of(one))
         self.mapper = EventMapper(self._workflows.values())
         self._worker: Worker | None = None
-        self._resident: dict[int, Driver] = {}
+        self._resident: dict[str, Driver] = {}
         self._tasks: dict[asyncio.Task[None], Driver] = {}
         self._waiting: dict[str, set[Future[Run]]] = {}
         self._moved: set[asyncio.Event] = set()
@@ -261,11 +261,13 @@ class Engine:
         waiting.add(future)
         try:
             # Registered first, then looked: an end between the two is not missed.
-            run = await self.store.run(run_id)
-            if run is None:
-                raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
-            if run.terminal:
-                return run
+            driver = self._resident.get(run_id)
+            if driver is None or driver.run.terminal:
+                run = await self.store.run(run_id)
+                if run is None:
+                    raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+                if run.terminal:
+                    return run
             async with asyncio.timeout(timeout):
                 return await future
         finally:
@@ -300,7 +302,7 @@ class Engine:
                 continue
             elif run.status == Status.PENDING:
                 self._worker.wake()
-            elif run.run_key not in self._resident:
+            elif run.run_id not in self._resident:
                 # Born as this worker's. Driven from here and not by `start`: its caller may be gone by now, and a run
                 # owned by a living worker that does not drive it would never go on.
                 self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), [])
@@ -322,8 +324,7 @@ class Engine:
 
     async def _look(self) -> None:
         try:
-            mine = {driver.run.run_id for driver in self._resident.values()}
-            names = [name for name in self._waiting if name not in mine]
+            names = [name for name in self._waiting if name not in self._resident]
             for at in range(0, len(names), 500):
                 self.committed(await self.store.ended(names[at : at + 500]))
         except errors.StoreError as error:
@@ -334,15 +335,15 @@ class Engine:
     def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
         """Drive a run this engine's worker owns."""
         driver = Driver(self, self._workflows[run.workflow], run, head, stored)
-        self._resident[run.run_key] = driver
+        self._resident[run.run_id] = driver
         task = asyncio.get_running_loop().create_task(driver.drive(), name=run.run_id)
         self._tasks[task] = driver
         task.add_done_callback(self._left)
 
     def _left(self, task: asyncio.Task[None]) -> None:
         driver = self._tasks.pop(task)
-        if self._resident.get(driver.run.run_key) is driver:
-            del self._resident[driver.run.run_key]
+        if self._resident.get(driver.run.run_id) is driver:
+            del self._resident[driver.run.run_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the driver of %s stopped", driver.run.run_id, exc_info=error)
         if self._worker is not None and len(self._resident) == self._concurrency - 1:

@@ -8,6 +8,7 @@ a SELECT in the same statement would read the snapshot taken before the lock was
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from asyncio import Future
@@ -30,6 +31,8 @@ from keiro.stores.sql import MUTABLE, Program, Sql
 
 T = TypeVar("T")
 
+log: Final = logging.getLogger("keiro")
+
 LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
 RECONNECT_S: Final = 5.0
 CHANNEL: Final = "keiro"
@@ -39,12 +42,31 @@ _NOW: Final = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCK: Final = f"l AS MATERIALIZED (SELECT pg_advisory_xact_lock({LOCK_KEY}))"
 _EVENT: Final = "(run_key, version, event_id, topic, payload, recorded_at_ms)"
 
-# One event of one run, by far the most frequent batch: worth a statement without arrays.
-_ONE: Final = (
+# The three batches of one command that a run consists of, without arrays: a run on its own is nothing else.
+_STEP: Final = (
     f"WITH {_LOCK}, u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + 1 FROM l"
     " WHERE h.run_key = $1 AND h.version = $2 AND h.owner = $3 AND h.epoch = $4 RETURNING h.run_key, h.version)"
     f" INSERT INTO keiro.keiro_journal {_EVENT}"
     " SELECT u.run_key, u.version, $5, $6, $7, $8 FROM u RETURNING run_key"
+)
+_END: Final = (
+    f"WITH {_LOCK}, u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + 1, owner = NULL FROM l"
+    " WHERE h.run_key = $1 AND h.version = $2 AND h.owner = $3 AND h.epoch = $4 RETURNING h.run_key, h.version),"
+    f" r AS (UPDATE keiro.keiro_runs r SET {', '.join(f'{c} = ${n}' for n, c in enumerate(MUTABLE, 9))}"
+    " FROM u WHERE r.run_key = u.run_key)"
+    f" INSERT INTO keiro.keiro_journal {_EVENT}"
+    " SELECT u.run_key, u.version, $5, $6, $7, $8 FROM u RETURNING run_key"
+)
+_BIRTH_COLUMNS: Final = (
+    "run_id", "workflow", "key", "status", "version_tag", "input_json", "created_at_ms", "started_at_ms"
+)  # fmt: skip
+_START: Final = (
+    f"WITH {_LOCK}, s AS (INSERT INTO keiro.keiro_runs ({', '.join(_BIRTH_COLUMNS)}, lineage_id)"
+    " SELECT $1::text, $2, $3, $4, $5, $6, $7::bigint, $8::bigint, $1 FROM l ON CONFLICT DO NOTHING RETURNING run_key),"
+    " h AS (INSERT INTO keiro.keiro_run_heads (run_key, version, owner, epoch)"
+    " SELECT run_key, 1, $9::bigint, CASE WHEN $9 IS NULL THEN 0 ELSE 1 END FROM s)"
+    f" INSERT INTO keiro.keiro_journal {_EVENT}"
+    " SELECT run_key, 1, $10::uuid, 'WorkflowStarted', $11, $7 FROM s RETURNING run_key"
 )
 _ROW_TYPES: Final = {name: "bigint" if name.endswith("_at_ms") or name == "attempts" else "text" for name in MUTABLE}
 
@@ -79,7 +101,7 @@ def _batch_sql(starts: bool, rows: bool) -> str:
             " WHERE r.run_key = t.run_key)"
         )
     if starts:
-        columns = ["run_id", "workflow", "key", "status", "version_tag", "input_json", "created_at_ms", "started_at_ms"]
+        columns = list(_BIRTH_COLUMNS)
         types = ["text"] * 6 + ["bigint"] * 2 + ["bigint", "uuid", "text"]
         arrays = ", ".join(f"${n + i}::{kind}[]" for i, kind in enumerate(types, 1))
         ctes += [
@@ -144,7 +166,10 @@ class PostgresStore:
     async def _connect(self, *, listen: bool = False) -> Connection:
         try:
             if not listen:
-                return await Connection.connect(self.url)
+                conn = await Connection.connect(self.url)
+                # Arrays of any length take the same plan; planning these statements costs more than running them.
+                await conn.simple("SET plan_cache_mode = force_generic_plan")
+                return conn
             conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
             await conn.simple(f"LISTEN {CHANNEL}")
             return conn
@@ -260,9 +285,10 @@ class PostgresStore:
     async def _commit(self, batch: list[Pending]) -> None:
         try:
             left = await self._commit_known(batch)
-        except Exception:
+        except Exception as error:
             # A lost connection may have committed all the same: the next look, under the lock, finds the events by
             # their ids. After any other failure nothing was written.
+            log.info("a batch of %d commands goes one by one: %s", len(batch), error)
             left = batch
         if left and not await self._commit_each(left) and len(left) > 1:
             # One bad command must not take the others down.
@@ -274,35 +300,9 @@ class PostgresStore:
         conn = self._writer
         if conn is None or conn.closed:
             return batch
-        seal = self._sql.seal
         if len(batch) == 1:
-            command = batch[0].command
-            if (
-                type(command) is Append
-                and command.owner is not None
-                and command.expected is not None
-                and command.run is None
-                and len(command.events) == 1
-            ):
-                one = command.events[0]
-                result = await conn.execute(
-                    _ONE,
-                    (
-                        command.run_key,
-                        command.expected,
-                        command.owner,
-                        command.epoch,
-                        one.event_id.hex(),
-                        one.event.TOPIC,
-                        seal(one.payload),
-                        command.at_ms,
-                    ),
-                )
-                if not result.rowcount:
-                    return batch
-                batch[0].settle(Appended(command.expected + 1))
-                self._published(())
-                return []
+            return await self._commit_one(conn, batch)
+        seal = self._sql.seal
         left: list[Pending] = []
         heads: dict[int, list[Any]] = {}
         events: list[tuple[Any, ...]] = []
@@ -354,22 +354,7 @@ class PostgresStore:
             changed_rows = [self._sql.changed_values(run) for run in rows.values()]
             params += [array(column) for column in zip(*changed_rows, strict=True)]
         if births:
-            born_rows = [
-                (
-                    run.run_id,
-                    run.workflow,
-                    run.key,
-                    run.status,
-                    run.version_tag,
-                    seal(run.input_json),
-                    run.created_at_ms,
-                    run.started_at_ms,
-                    start.owner,
-                    start.started.event_id.hex(),
-                    seal(start.started.payload),
-                )
-                for _, run, start in births.values()
-            ]
+            born_rows = [self._birth(run, start) for _, run, start in births.values()]
             params += [array(column) for column in zip(*born_rows, strict=True)]
         result = await conn.execute(_batch_sql(bool(births), bool(rows)), params)
         changed: list[Run] = []
@@ -392,6 +377,62 @@ class PostgresStore:
         changed += [run for key, run in rows.items() if key in keys]
         self._published(changed)
         return left
+
+    async def _commit_one(self, conn: Connection, batch: list[Pending]) -> list[Pending]:
+        (pending,) = batch
+        command = pending.command
+        if isinstance(command, Start):
+            run = born(command)
+            if not _plain(run):
+                return batch
+            result = await conn.execute(_START, self._birth(run, command))
+            if not result.rowcount:
+                return batch
+            run = replace(run, run_key=int(result.rows[0][0] or 0))
+            pending.settle(Appended(1, run))
+            self._published([run])
+            return []
+        if command.owner is None or command.expected is None or len(command.events) > 1:
+            return batch
+        (one,) = command.events
+        event_id, payload = one.event_id.hex(), self._sql.seal(one.payload)
+        params: list[Any] = [
+            command.run_key,
+            command.expected,
+            command.owner,
+            command.epoch,
+            event_id,
+            one.event.TOPIC,
+            payload,
+            command.at_ms,
+        ]
+        changed = command.run
+        if changed is None:
+            result = await conn.execute(_STEP, params)
+        elif releases(command.events, changed):
+            result = await conn.execute(_END, params + self._sql.changed_values(changed)[:-1])
+        else:
+            return batch
+        if not result.rowcount:
+            return batch
+        pending.settle(Appended(command.expected + 1, changed))
+        self._published(() if changed is None else (changed,))
+        return []
+
+    def _birth(self, run: Run, start: Start) -> list[Any]:
+        return [
+            run.run_id,
+            run.workflow,
+            run.key,
+            run.status,
+            run.version_tag,
+            self._sql.seal(run.input_json),
+            run.created_at_ms,
+            run.started_at_ms,
+            start.owner,
+            start.started.event_id.hex(),
+            self._sql.seal(start.started.payload),
+        ]
 
     async def _commit_each(self, batch: list[Pending]) -> bool:
         """Load, decide and write one command after the other in one transaction; again after a lost connection.
