@@ -1,1 +1,76 @@
-"""keiro: durable workflows as event-sourced aggregates, inside your own program."""
+"""keiro: durable workflows as event-sourced aggregates, inside your own program.
+
+The public names, nothing else; stores are imported when an engine opens.
+"""
+
+from keiro.blocking import blocking as blocking
+from keiro.commands import event as event
+from keiro.definition import Workflow as Workflow
+from keiro.definition import step as step
+from keiro.definition import workflow as workflow
+from keiro.engine import Engine as Engine
+from keiro.engine import Handle as Handle
+from keiro.errors import ChildCancelled as ChildCancelled
+from keiro.errors import ChildFailed as ChildFailed
+from keiro.errors import DecodeFailed as DecodeFailed
+from keiro.errors import DeferredCancelled as DeferredCancelled
+from keiro.errors import FenceLost as FenceLost
+from keiro.errors import InvalidCall as InvalidCall
+from keiro.errors import InvalidName as InvalidName
+from keiro.errors import KeiroError as KeiroError
+from keiro.errors import MigrationRequired as MigrationRequired
+from keiro.errors import NonDeterminism as NonDeterminism
+from keiro.errors import PayloadRejected as PayloadRejected
+from keiro.errors import RunConflict as RunConflict
+from keiro.errors import RunEnded as RunEnded
+from keiro.errors import RunNotFound as RunNotFound
+from keiro.errors import RunSealed as RunSealed
+from keiro.errors import StepFailed as StepFailed
+from keiro.errors import StepNameClash as StepNameClash
+from keiro.errors import StoreBusy as StoreBusy
+from keiro.errors import StoreError as StoreError
+from keiro.errors import StoreUnavailable as StoreUnavailable
+from keiro.errors import UnknownWorkflow as UnknownWorkflow
+from keiro.errors import WorkflowCancelled as WorkflowCancelled
+from keiro.errors import WorkflowFailed as WorkflowFailed
+from keiro.retry import Retry as Retry
+from keiro.rows import Run as Run
+from keiro.rows import Status as Status
+from keiro.run import WorkflowRun as WorkflowRun
+
+__all__ = (
+    "ChildCancelled",
+    "ChildFailed",
+    "DecodeFailed",
+    "DeferredCancelled",
+    "Engine",
+    "FenceLost",
+    "Handle",
+    "InvalidCall",
+    "InvalidName",
+    "KeiroError",
+    "MigrationRequired",
+    "NonDeterminism",
+    "PayloadRejected",
+    "Retry",
+    "Run",
+    "RunConflict",
+    "RunEnded",
+    "RunNotFound",
+    "RunSealed",
+    "Status",
+    "StepFailed",
+    "StepNameClash",
+    "StoreBusy",
+    "StoreError",
+    "StoreUnavailable",
+    "UnknownWorkflow",
+    "Workflow",
+    "WorkflowCancelled",
+    "WorkflowFailed",
+    "WorkflowRun",
+    "blocking",
+    "event",
+    "step",
+    "workflow",
+)

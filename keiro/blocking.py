@@ -8,9 +8,9 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from keiro.decisions import Stored
 from keiro.engine import Engine, Handle
 from keiro.errors import InvalidCall
+from keiro.events import Event
 from keiro.rows import Run, Status
 
 T = TypeVar("T")
@@ -36,11 +36,11 @@ class BlockingHandle:
         """Where the run stands."""
         return self._engine.wait(self._handle.status())
 
-    def events(self) -> list[Stored]:
-        """All events of the run, in order."""
+    def events(self, after: int = 0) -> list[Event]:
+        """The events of the run with a version above `after`, in order."""
 
-        async def collect() -> list[Stored]:
-            return [stored async for stored in self._handle.events()]
+        async def collect() -> list[Event]:
+            return [event async for event in self._handle.events(after)]
 
         return self._engine.wait(collect())
 

@@ -32,7 +32,7 @@ from keiro.decisions import (
 from keiro.definition import Workflow
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
-from keiro.events import WorkflowStarted
+from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, revive
 from keiro.identity import check_key, parse_run_id, run_id
 from keiro.rows import Head, Run, Status
@@ -406,11 +406,11 @@ class Handle:
         """Where the run stands."""
         return Status((await self.run()).status)
 
-    async def events(self) -> AsyncIterator[Stored]:
-        """All events of the run, in order."""
+    async def events(self, after: int = 0) -> AsyncIterator[Event]:
+        """The events of the run with a version above `after`, in order."""
         run = await self.run()
-        for stored in (await self._engine.store.history([run.run_key]))[run.run_key]:
-            yield stored
+        for row in (await self._engine.store.history([run.run_key], after))[run.run_key]:
+            yield self._engine.mapper.decode_row(row, self.run_id)
 
     def __repr__(self) -> str:
         return f"<handle of {self.run_id}>"
