@@ -383,7 +383,7 @@ class Driver:
                     outcome, strand.now_ms = await self._record(new(recorded, self._ids(name)))
                     if type(outcome) is AlreadyPresent:
                         # Another writer recorded this step first: its value is the step's.
-                        payload = bytes(msgspec.json.decode(outcome.stored.payload, type=StepRecorded).result)
+                        payload = bytes(_decode_step(outcome.stored.payload).result)
                     if self.workflow.aggregate is not None:
                         await self._deliver(self._version_of(outcome))
                     # Decoded only now: a value that its own annotation cannot read raises every time, but its effect
@@ -524,10 +524,8 @@ class Recorded(msgspec.Struct, frozen=True):
     version: int
 
 
-_DECODERS: Final = {
-    StepRecorded.TOPIC: msgspec.json.Decoder(StepRecorded).decode,
-    AttemptFailed.TOPIC: msgspec.json.Decoder(AttemptFailed).decode,
-}
+_decode_step: Final = msgspec.json.Decoder(StepRecorded).decode
+_decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
 
 
 def history_of(stored: list[Stored]) -> dict[str, Recorded]:
@@ -536,15 +534,13 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
     A retry of the workflow gives its failed steps a new chance; what succeeded stays.
     """
     history: dict[str, Recorded] = {}
-    decode_step = _DECODERS[StepRecorded.TOPIC]
-    decode_failure = _DECODERS[AttemptFailed.TOPIC]
     for row in stored:
         if row.topic == "StepRecorded":
-            event = decode_step(row.payload)
+            event = _decode_step(row.payload)
             history[event.step] = Recorded(event, row.recorded_at_ms, row.version)
         elif row.topic == "AttemptFailed":
-            event = decode_failure(row.payload)
-            history[event.step] = Recorded(event, row.recorded_at_ms, row.version)
+            failed = _decode_failure(row.payload)
+            history[failed.step] = Recorded(failed, row.recorded_at_ms, row.version)
         elif row.topic == "WorkflowRetried":
             for name in [name for name, found in history.items() if type(found.event) is AttemptFailed]:
                 del history[name]

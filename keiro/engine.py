@@ -345,13 +345,18 @@ class Engine:
         if self._resident.get(driver.run.run_id) is driver:
             del self._resident[driver.run.run_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the driver of %s stopped", driver.run.run_id, exc_info=error)
+            # A fault of the engine or of the store, not of the body: the run goes back after the next renewal.
+            log.error("%s could not be driven on; it will be handed back", driver.run.run_id, exc_info=error)
         if self._worker is not None and len(self._resident) == self._concurrency - 1:
             self._worker.wake()
 
     def free_slots(self) -> int:
         """How many more runs may be resident."""
         return self._concurrency - len(self._resident)
+
+    def resident_keys(self) -> set[int]:
+        """The run_keys of the runs that are driven here."""
+        return {driver.run.run_key for driver in self._resident.values()}
 
     def seal_all(self) -> None:
         """Stop all resident runs before their next effect."""

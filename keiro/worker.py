@@ -34,6 +34,9 @@ class Employer(Protocol):
     def free_slots(self) -> int:
         """How many more runs may be resident."""
 
+    def resident_keys(self) -> set[int]:
+        """The run_keys of the runs that are driven here."""
+
     def seal_all(self) -> None:
         """Stop all resident runs: their ownership is over."""
 
@@ -60,6 +63,7 @@ class Worker:
         self._others_expire_at_ms: int | None = None
         self._reported: set[str] = set()
         self._sealed = False
+        self._strays: set[int] = set()
 
     async def start(self) -> None:
         """Register, take over from workers of this host that are gone, and begin to work."""
@@ -159,6 +163,7 @@ class Worker:
                     # Counted from before the statement was sent: the lease cannot have begun earlier.
                     self._renewed_at = started
                     await self._store.adopt_orphans()
+                    await self._release_strays()
                 else:
                     await self._begin_again()
             except StoreError as error:
@@ -168,6 +173,18 @@ class Worker:
                     # Before anybody may take our runs, so that no effect of ours overlaps with theirs.
                     self._sealed = True
                     self._employer.seal_all()
+
+    async def _release_strays(self) -> None:
+        """Hand back what this worker owns and does not drive: a claim or a start whose answer was lost on the way.
+
+        Only what was so at the last look too: a start that is being committed now is not resident yet either.
+        """
+        strays = set(await self._store.owned(self.key)) - self._employer.resident_keys()
+        if lost := strays & self._strays:
+            self._employer.report("strays_released", "", runs=len(lost))
+            await self._store.release(self.key, sorted(lost))
+            self.wake()
+        self._strays = strays
 
     async def _begin_again(self) -> None:
         """The old incarnation is over, because it was buried or because it had to seal its runs: start a new one."""

@@ -128,7 +128,8 @@ def show(
         mapper = EventMapper()
         return run, steps([mapper.decode_row(row, run_id) for row in rows])
 
-    output.run(*_read(url, read), as_json)
+    found, rows = _read(url, read)
+    output.run(found, rows, as_json)
 
 
 @app.command()

@@ -121,6 +121,9 @@ class Store(Protocol):
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back: they are pending again. Only those the worker still owns."""
 
+    async def owned(self, worker_key: int) -> list[int]:
+        """The run_keys of all runs the worker owns."""
+
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""
 

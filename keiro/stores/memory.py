@@ -103,7 +103,7 @@ class MemoryStore:
             head = replace(head, run_key=run.run_key)
             self._ids[run.run_key] = run.run_id
             self._by_run[run.run_key] = []
-            outcome = replace(outcome, run=run)  # type: ignore[type-var]
+            outcome = replace(outcome, run=run)
         self._heads[run.run_key] = head
         if run is not decision.before:
             self._runs[run.run_id] = run
@@ -242,6 +242,10 @@ class MemoryStore:
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""
         self._disown([key for key in run_keys if self._heads[key].owner == worker_key])
+
+    async def owned(self, worker_key: int) -> list[int]:
+        """What a worker owns."""
+        return [key for key, head in self._heads.items() if head.owner == worker_key]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

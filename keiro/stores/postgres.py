@@ -618,9 +618,15 @@ class PostgresStore:
         if not self._alone:
             self._notify()
 
+    async def owned(self, worker_key: int) -> list[int]:
+        """What a worker owns."""
+        return [int(row[0]) for row in await self._select(self._sql.text.owned, (worker_key,))]
+
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
-        return await self._locked(lambda: self._sql.bury(worker))
+        buried = await self._locked(lambda: self._sql.bury(worker))
+        self._alone = len(await self.workers()) <= 1
+        return buried
 
     async def adopt_orphans(self) -> bool:
         """Make pending what is owned by no listed worker."""

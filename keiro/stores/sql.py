@@ -126,6 +126,7 @@ class Tables:
         self.unregistered = (
             f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
         )
+        self.owned = f"SELECT run_key FROM {heads} WHERE owner = ?"
         self.release_runs = (
             f"UPDATE {runs} SET status = 'pending' WHERE status = 'running' AND run_key IN"
             f" (SELECT run_key FROM {heads} WHERE owner = ? AND run_key IN ({{keys}}))"
@@ -174,11 +175,13 @@ class Sql:
 
     def to_run(self, row: Row) -> Run:
         """A row of `keiro_runs`."""
-        values = [
-            None if value is None else int(value) if i in _INTEGERS else self._open(value) if i in _SEALED else value
-            for i, value in enumerate(row[: len(RUN_COLUMNS)])
-        ]
-        return Run(**dict(zip(RUN_COLUMNS, values, strict=True)))
+        values: dict[str, Any] = {}
+        for i, name in enumerate(RUN_COLUMNS):
+            value = row[i]
+            if value is not None:
+                value = int(value) if i in _INTEGERS else self._open(value) if i in _SEALED else value
+            values[name] = value
+        return Run(**values)
 
     def to_owned(self, row: Row) -> tuple[Run, Head]:
         """A row of `keiro_runs` with its head."""

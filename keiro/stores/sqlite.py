@@ -357,6 +357,10 @@ class SQLiteStore:
         if await self._locked(lambda: self._sql.release(worker_key, run_keys)):
             self._wake.send()
 
+    async def owned(self, worker_key: int) -> list[int]:
+        """What a worker owns."""
+        return [row[0] for row in self._select(self._sql.text.owned, (worker_key,))]
+
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
         return await self._locked(lambda: self._sql.bury(worker))
