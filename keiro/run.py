@@ -44,9 +44,7 @@ class RunType(MetaAggregate[Any]):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
-            raise InvalidCall(
-                f"{cls.__qualname__}() takes no arguments: `execute` and the commands of a run have them"
-            )
+            raise InvalidCall(f"{cls.__qualname__}() takes no arguments: `execute` and the commands of a run have them")
         run = _bare(cast("type[WorkflowRun]", cls), "", 0, datetime.now(UTC))
         _initialise(run)
         return run
@@ -95,14 +93,17 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         cls, *, name: str | None = None, retry: Retry | None = None, version: str | None = None, **kwargs: Any
     ) -> None:
         # Not the library's own: that refuses a second class of one name in a module, which reloads define.
-        super(BaseAggregate, cls).__init_subclass__(**kwargs)
+        try:
+            super(BaseAggregate, cls).__init_subclass__(**kwargs)
+        except TypeError as error:
+            raise InvalidCall(f"class {cls.__qualname__} has the arguments {', '.join(kwargs)}: {error}") from None
         label = check_workflow_name(cls.__name__ if name is None else name)
         check_class(cls, CORE, RESERVED)
         body = getattr(cls, "execute", None)
         if not inspect.iscoroutinefunction(body):
             raise InvalidCall(
-                f"{cls.__qualname__} needs `async def execute(self, ...)`, the body of the workflow. A base for "
-                "other workflows declares it with @abstractmethod, a mixin is a plain class"
+                f"{cls.__qualname__} needs `async def execute(self, ...)`, the body of the workflow. A base "
+                "for other workflows declares it with @abstractmethod, a mixin is a plain class"
             )
         cls._keiro_fields = fields_of(cls, CORE)
         cls._keiro_commands = define_commands(cls, label, CORE)
@@ -215,8 +216,7 @@ def workflow_of(obj: object) -> Workflow:
             return obj._keiro_workflow
         raise InvalidCall(f"{obj.__qualname__} has no body: pass a subclass of it that defines execute")
     raise InvalidCall(
-        f"{obj!r} is no workflow: pass a function decorated with @keiro.workflow, or a subclass of "
-        "keiro.WorkflowRun"
+        f"{obj!r} is no workflow: pass a function decorated with @keiro.workflow, or a subclass of keiro.WorkflowRun"
     )
 
 
@@ -257,9 +257,7 @@ def begin(first: Event | None, aggregate_class: type[WorkflowRun] | None = None)
     )
 
 
-def blank_aggregate(
-    started: WorkflowStarted, aggregate_class: type[WorkflowRun] | None = None
-) -> WorkflowRun:
+def blank_aggregate(started: WorkflowStarted, aggregate_class: type[WorkflowRun] | None = None) -> WorkflowRun:
     """The aggregate a run begins as: of this class, else of the one this process has for its workflow."""
     cls = aggregate_class or aggregates.get(started.workflow) or WorkflowRun
     own = started.originator_id or run_id(started.workflow, started.key, started.round)
@@ -291,8 +289,7 @@ def apply_event(run: WorkflowRun, event: Event) -> None:
     """Deliver an event to the instance of a body. Events before it that change no state may be left out."""
     if event.originator_version <= run._keiro_version:
         raise StoreError(
-            f"event {event.originator_version} of {event.originator_id} was delivered after event "
-            f"{run._keiro_version}"
+            f"event {event.originator_version} of {event.originator_id} was delivered after event {run._keiro_version}"
         )
     _apply_recorded(run, event)
 
@@ -309,9 +306,7 @@ def new_events(
     """
     name, command = run._keiro_method(method)
     if _is_bound(run):
-        raise InvalidCall(
-            f"{type(run).__qualname__}.{name} was called on the instance of a body, not on a copy"
-        )
+        raise InvalidCall(f"{type(run).__qualname__}.{name} was called on the instance of a body, not on a copy")
     bind_call(command, (run, *args), kwargs)
     before = len(run._keiro_pending)
     try:

@@ -264,6 +264,8 @@ class ScopedRun(Scope):
         return self._run
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_run" or name.startswith("__"):  # asked of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._run, name)
 
     def __repr__(self) -> str:
