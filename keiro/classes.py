@@ -56,9 +56,7 @@ def check_class(cls: type, core: frozenset[type], reserved: frozenset[str]) -> N
         if hidden := {name for name in names if name in reserved or _is_own(klass, name)}:
             raise InvalidCall(f"{klass.__qualname__} defines {taken(hidden)}")
         if vars(klass).get("__slots__"):
-            raise InvalidCall(
-                f"{klass.__qualname__} has __slots__: the state of a run is its __dict__, leave them out"
-            )
+            raise InvalidCall(f"{klass.__qualname__} has __slots__: the state of a run is its __dict__, leave them out")
     made = typing.cast(Any, cls).__init__
     if not inspect.isroutine(made) or inspect.iscoroutinefunction(made):
         raise InvalidCall(f"{cls.__qualname__}.__init__ must be a plain method")

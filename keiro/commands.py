@@ -53,11 +53,7 @@ class EventMethod:
         where = f"@keiro.event on {fn.__qualname__}"
         if fn.__name__ == "__init__":
             raise InvalidCall(f"{where}: a run is created by WorkflowStarted; leave __init__ undecorated")
-        if (
-            inspect.iscoroutinefunction(fn)
-            or inspect.isgeneratorfunction(fn)
-            or inspect.isasyncgenfunction(fn)
-        ):
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise InvalidCall(
                 f"{where}: an event method only changes state and is applied again at every fold, so it is "
                 "neither async nor a generator: do the work in a step and pass its result to a plain `def`"
@@ -76,9 +72,7 @@ class EventMethod:
         self.hints = Hints(fn)
         self.event_name = spec if isinstance(spec, str) else spec.__name__ if spec else _camel(fn.__name__)
         if not self.event_name.isidentifier() or self.event_name.startswith("_"):
-            raise InvalidCall(
-                f"{where}: {self.event_name!r} cannot name an event; use a name like 'ItemAdded'"
-            )
+            raise InvalidCall(f"{where}: {self.event_name!r} cannot name an event; use a name like 'ItemAdded'")
         functools.update_wrapper(self, fn)
 
     @property
@@ -96,9 +90,7 @@ class EventMethod:
     def __call__(self, run: Any, /, *args: Any, **kwargs: Any) -> None:
         command = getattr(run, "_keiro_command", None)
         if command is None:
-            raise InvalidCall(
-                f"{self.fn.__qualname__} is a command of a keiro.WorkflowRun, {run!r} is not one"
-            )
+            raise InvalidCall(f"{self.fn.__qualname__} is a command of a keiro.WorkflowRun, {run!r} is not one")
         command(self, args, kwargs)
 
     def fields(self, run: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -188,9 +180,7 @@ def define_commands(cls: type, workflow: str, core: frozenset[type]) -> Commands
         taken = getattr(cls, name, None)
         events = isinstance(taken, type) and issubclass(taken, UserEvent) and taken is not UserEvent
         if taken is not None and not events:
-            raise InvalidCall(
-                f"{cls.__qualname__}.{name} exists and is no event: give the event another name"
-            )
+            raise InvalidCall(f"{cls.__qualname__}.{name} exists and is no event: give the event another name")
         found.events[name] = _event_class(cls, f"{workflow}:{name}", name, given.get(name), methods.get(name))
     for method in every:
         found.by_method[method] = found.events[method.event_name]
@@ -210,20 +200,15 @@ def command_of(cls: type, method: Any, core: frozenset[type]) -> tuple[str, Call
             if value is not function or name.startswith("__"):
                 continue
             if inspect.iscoroutinefunction(function):
-                raise InvalidCall(
-                    f"{cls.__qualname__}.{name} is async: a command is a plain method that changes state"
-                )
-            if callable(function) and not isinstance(function, type):
+                raise InvalidCall(f"{cls.__qualname__}.{name} is async: a command is a plain method that changes state")
+            if isinstance(function, EventMethod | types.FunctionType):
                 return name, function
     raise InvalidCall(
-        f"{method!r} is not a command of {cls.__qualname__}: pass one of the methods of that class, as "
-        "`Class.method`"
+        f"{method!r} is not a command of {cls.__qualname__}: pass one of the methods of that class, as `Class.method`"
     )
 
 
-def bind_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> inspect.BoundArguments:
+def bind_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """The arguments of a call with defaults applied; raise `InvalidCall` if `fn` does not take them."""
     signature = inspect.signature(fn)
     try:
@@ -345,12 +330,8 @@ def _fields_of_class(cls: type, given: type[UserEvent], body: dict[str, Any]) ->
 
 def _check_fit(cls: type, given: type[UserEvent], method: EventMethod) -> None:
     where = f"event {given.__name__} of {cls.__qualname__}"
-    if any(
-        "apply" in vars(klass) and not _derived(klass) for klass in given.__mro__[: -len(UserEvent.__mro__)]
-    ):
-        raise InvalidCall(
-            f"{where} has a method `apply` and {method.fn.__qualname__} applies it too: keep one"
-        )
+    if any("apply" in vars(klass) and not _derived(klass) for klass in given.__mro__[: -len(UserEvent.__mro__)]):
+        raise InvalidCall(f"{where} has a method `apply` and {method.fn.__qualname__} applies it too: keep one")
     infos = [info for info in msgspec.structs.fields(given) if info.name not in UserEvent.__struct_fields__]
     fields = [info.name for info in infos]
     names = [parameter.name for parameter in method.parameters]
@@ -398,9 +379,7 @@ def _hint_in_class(aggregate: type, method: EventMethod, name: str, hint: Hint) 
 
 def _check_field(where: str, name: str) -> None:
     if name in _TAKEN:
-        raise InvalidCall(
-            f"{where}: {name!r} is a name every event has already; call the parameter something else"
-        )
+        raise InvalidCall(f"{where}: {name!r} is a name every event has already; call the parameter something else")
 
 
 def _written(factory: Callable[[], Any]) -> Any:

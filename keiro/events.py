@@ -21,14 +21,15 @@ from keiro.library import CanMutateAggregate
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 # Below this (year 2223), milliseconds divided by 1000 round to the right microsecond.
 _EXACT_MS: Final = 8_000_000_000_000
+_LAST_MS: Final = 253_402_300_799_999
 _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 def time_of(ms: int) -> datetime:
-    """Integer milliseconds since the epoch as an aware datetime in UTC."""
+    """Integer milliseconds since the epoch as an aware datetime in UTC, at most the last one of year 9999."""
     if 0 <= ms < _EXACT_MS:
         return datetime.fromtimestamp(ms / 1000, UTC)
-    return _EPOCH + timedelta(milliseconds=ms)
+    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
 
 
 def ms_of(time: datetime) -> int:
@@ -166,7 +167,7 @@ class OpaqueEvent(Event, frozen=True, kw_only=True, omit_defaults=True):
         own = getattr(type(aggregate), "_keiro_workflow", None)
         if name and own is not None and own.name == workflow:
             raise DecodeFailed(
-                f"event {self.originator_version} of {self.originator_id} is a {name}, which the class "
+                f"event {self.originator_version} of {self.originator_id} is {name}, which the class "
                 f"{type(aggregate).__qualname__} does not have: what was recorded must stay readable, so "
                 "keep its event method or event class",
                 where=self.topic,

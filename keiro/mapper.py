@@ -58,9 +58,7 @@ class EventMapper:
         return aggregates.get(workflow)
 
     def encode(self, event: Event) -> tuple[str, str]:
-        """Topic and stored JSON of an event. Raise `PayloadRejected` if what a user recorded cannot be
-        stored.
-        """
+        """Topic and stored JSON of an event; raise `PayloadRejected` if a user's value cannot be stored."""
         event = blank(event)
         if isinstance(event, UserEvent):
             return event.TOPIC, encode_user(event).decode()
@@ -69,9 +67,7 @@ class EventMapper:
         return event.TOPIC, _encode(event).decode()
 
     def decode(self, topic: str, payload: str, run_id: str, version: int, recorded_at_ms: int) -> Event:
-        """The event in a row of the journal. Raise `DecodeFailed` if the JSON does not fit the topic's
-        class.
-        """
+        """The event in a row of the journal; raise `DecodeFailed` if the JSON does not fit the topic."""
         read = _READERS.get(topic)
         try:
             event = self._user(topic, payload) if read is None else read(payload)
@@ -87,9 +83,7 @@ class EventMapper:
     def _user(self, topic: str, payload: str) -> Event:
         workflow, _, name = topic.partition(":")
         aggregate = self.aggregate(workflow) if name else None
-        found: type[UserEvent] | None = (
-            None if aggregate is None else aggregate._keiro_commands.events.get(name)
-        )
+        found: type[UserEvent] | None = None if aggregate is None else aggregate._keiro_commands.events.get(name)
         if found is None:
             return OpaqueEvent(topic=topic, data=Raw(payload))
         return decode_user(found, payload)
@@ -112,9 +106,7 @@ class JournalMapper(Mapper[str]):
     def to_stored_event(self, domain_event: DomainEventProtocol[str]) -> JournalEvent:
         """The stored form of an event of a run."""
         if not isinstance(domain_event, Event):
-            raise InvalidCall(
-                f"{domain_event!r} is not an event of a run: a run's journal holds keiro events only"
-            )
+            raise InvalidCall(f"{domain_event!r} is not an event of a run: a run's journal holds keiro events only")
         topic, payload = self.events.encode(domain_event)
         return JournalEvent(
             originator_id=domain_event.originator_id,
@@ -156,8 +148,7 @@ def decode_user(cls: type[UserEvent], payload: str) -> UserEvent:
         return read(payload)
     if stored > known:
         raise DecodeFailed(
-            f"it was stored by version {stored} of its class, this process has version {known}: update the "
-            "program",
+            f"it was stored by version {stored} of its class, here it has version {known}: update the program",
             where=cls.TOPIC,
         )
     state: dict[str, Any] = msgspec.json.decode(payload)
@@ -167,9 +158,7 @@ def decode_user(cls: type[UserEvent], payload: str) -> UserEvent:
 
 
 _encode: Final = msgspec.json.Encoder().encode
-_READERS: Final[dict[str, Reader]] = {
-    topic: msgspec.json.Decoder(cls).decode for topic, cls in ENGINE_EVENTS.items()
-}
+_READERS: Final[dict[str, Reader]] = {topic: msgspec.json.Decoder(cls).decode for topic, cls in ENGINE_EVENTS.items()}
 
 
 class _ClassVersion(msgspec.Struct):

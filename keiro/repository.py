@@ -63,9 +63,7 @@ class MemorySnapshots:
     ) -> Sequence[SnapshotRow]:
         """See `SnapshotTable`."""
         rows = self._rows.get(run_id, {})
-        versions = sorted(
-            (v for v in rows if (gt is None or v > gt) and (lte is None or v <= lte)), reverse=desc
-        )
+        versions = sorted((v for v in rows if (gt is None or v > gt) and (lte is None or v <= lte)), reverse=desc)
         return [rows[version] for version in versions[:limit]]
 
     def insert(self, rows: Sequence[SnapshotRow]) -> None:
@@ -85,9 +83,7 @@ class RunRepository(Repository[str]):
     is the library's `AggregateNotFoundError` too.
     """
 
-    def __init__(
-        self, mapper: EventMapper, journal: EventStore[str], snapshots: EventStore[str] | None
-    ) -> None:
+    def __init__(self, mapper: EventMapper, journal: EventStore[str], snapshots: EventStore[str] | None) -> None:
         super().__init__(journal, snapshot_store=snapshots)
         self._mapper = mapper
 
@@ -206,10 +202,7 @@ class SnapshotRecorder(AggregateRecorder):
     def insert_events(self, stored_events: Sequence[StoredEvent], **kwargs: Any) -> Sequence[int] | None:
         """Add snapshots."""
         self.table.insert(
-            [
-                SnapshotRow(str(s.originator_id), s.originator_version, s.topic, s.state.decode())
-                for s in stored_events
-            ]
+            [SnapshotRow(str(s.originator_id), s.originator_version, s.topic, s.state.decode()) for s in stored_events]
         )
         return None
 
@@ -224,10 +217,7 @@ class SnapshotRecorder(AggregateRecorder):
     ) -> Sequence[StoredEvent]:
         """The snapshots of a run by version."""
         rows = self.table.select(str(originator_id), gt, lte, desc, limit)
-        return [
-            StoredEvent(row.originator_id, row.originator_version, row.topic, row.state.encode())
-            for row in rows
-        ]
+        return [StoredEvent(row.originator_id, row.originator_version, row.topic, row.state.encode()) for row in rows]
 
 
 class SnapshotMapper(Mapper[str]):

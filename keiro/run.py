@@ -197,7 +197,9 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
         # Copies have no driver: nothing that is done to a copy can reach the engine.
-        return dict(vars(self)), {slot: getattr(self, slot) for slot in _COPIED}
+        slots = {slot: getattr(self, slot) for slot in _COPIED}
+        slots["_keiro_pending"] = list(self._keiro_pending)
+        return dict(vars(self)), slots
 
 
 CORE: Final = frozenset(WorkflowRun.__mro__)

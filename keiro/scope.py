@@ -46,9 +46,7 @@ class Driver(Protocol):
     def apply(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Coroutine[Any, Any, Any]:
-        """Reserve the name now; the coroutine records what the command triggers, as a step, and applies
-        it.
-        """
+        """Reserve the name now; the coroutine records what the command triggers as a step, and applies it."""
 
     def now_ms(self) -> int:
         """The time of the last event delivered to the calling task."""
@@ -65,9 +63,7 @@ class Driver(Protocol):
 
 
 class Scope(metaclass=ABCMeta):
-    """The calls of a body. Every one of them raises `InvalidCall` where no body runs, as on a repository's
-    instance.
-    """
+    """The calls of a body; on an instance that no body runs on, each of them raises `InvalidCall`."""
 
     __slots__ = ()
 
@@ -135,9 +131,7 @@ class Scope(metaclass=ABCMeta):
 
     def scope(self, key: str) -> ScopedRun:
         """A view of this run whose step names begin with `key/`; scopes nest."""
-        return ScopedRun(
-            self._keiro_root, self._driver("scope"), f"{self._keiro_prefix}{check_step_name(key)}/"
-        )
+        return ScopedRun(self._keiro_root, self._driver("scope"), f"{self._keiro_prefix}{check_step_name(key)}/")
 
     def map(
         self,
@@ -147,17 +141,14 @@ class Scope(metaclass=ABCMeta):
         key: Callable[[T], str] | None = None,
         limit: int | None = None,
     ) -> Coroutine[Any, Any, list[R]]:
-        """Run `fn(scope, item)` for all items at once, at most `limit` at a time; the results in the items'
-        order.
+        """Run `fn(scope, item)` for all items, at most `limit` at a time; the results in the items' order.
 
         Each item has a scope of its own, named `key(item)`, or by the function and the item's index. The
         first exception cancels the others and is raised when they have ended.
         """
         self._driver("map")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise InvalidCall(
-                f"map(limit={limit!r}): limit is a whole number from 1, or None for all at once"
-            )
+            raise InvalidCall(f"map(limit={limit!r}): limit is a whole number from 1, or None for all at once")
         todo: list[tuple[ScopedRun, T]] = []
         seen: dict[str, int] = {}
         label = _name_of(fn)
@@ -167,8 +158,7 @@ class Scope(metaclass=ABCMeta):
             if seen.setdefault(name, index) != index:
                 raise InvalidCall(
                     f"map: items {seen[name]} and {index} have the same key {name!r}, a replay could not "
-                    "tell them apart: "
-                    "return a key of its own for each item"
+                    "tell them apart: return a key of its own for each item"
                 )
             todo.append((scope, item))
         return _map(fn, todo, limit)
@@ -241,10 +231,8 @@ class Scope(metaclass=ABCMeta):
     def _no_body(self, call: str) -> InvalidCall:
         root = self._keiro_root
         return InvalidCall(
-            f"{type(root).__qualname__}.{call} works only inside a running body: this instance of "
-            f"{root.id or 'no run'} was "
-            "folded from events and has no engine behind it; to change a run from outside use "
-            "engine.command(...)"
+            f"{type(root).__qualname__}.{call} works only inside a running body, and this instance of "
+            f"{root.id or 'no run'} has no engine behind it; from outside, use engine.command(...)"
         )
 
 
@@ -272,9 +260,7 @@ class ScopedRun(Scope):
         return f"<scope {self._keiro_prefix} of {self._run.id}>"
 
 
-async def _map(
-    fn: Callable[[Any, T], Awaitable[R]], todo: Sequence[tuple[ScopedRun, T]], limit: int | None
-) -> list[R]:
+async def _map(fn: Callable[[Any, T], Awaitable[R]], todo: Sequence[tuple[ScopedRun, T]], limit: int | None) -> list[R]:
     results: dict[int, R] = {}
     room = None if limit is None else asyncio.Semaphore(limit)
 

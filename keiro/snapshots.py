@@ -70,10 +70,7 @@ def encode_snapshot(snapshot: RunSnapshot) -> str:
     """The JSON of a snapshot."""
     where = f"snapshot of {snapshot.originator_id}"
     document = Document(
-        state={
-            name: Raw(encode(value, where=f"{where}, field {name!r}"))
-            for name, value in snapshot.state.items()
-        },
+        state={name: Raw(encode(value, where=f"{where}, field {name!r}")) for name, value in snapshot.state.items()},
         created_at_ms=ms_of(snapshot.created_on),
         modified_at_ms=ms_of(snapshot.modified_on),
         taken_at_ms=ms_of(snapshot.timestamp),
@@ -137,15 +134,12 @@ def _exact(cls: type[Any], name: str, value: Any) -> Any:
         problem = str(error)
     raise InvalidCall(
         f"no snapshot of this {cls.__qualname__}: {where} would not be restored as it is ({problem}); "
-        "declare its type in "
-        f"the class, with a default: `{name}: {type(value).__name__} = ...`"
+        f"declare its type in the class, with a default: `{name}: {type(value).__name__} = ...`"
     )
 
 
 def _same(read: Any, value: Any) -> bool:
-    """Whether two values are equal and of the same types throughout: `==` takes True for 1 and a str enum for
-    its text.
-    """
+    """Whether two values are equal and of the same types: `==` takes a str enum for its text."""
     if type(read) is not type(value):
         return False
     match value:

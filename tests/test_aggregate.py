@@ -513,7 +513,7 @@ def test_an_event_the_class_no_longer_has_is_not_passed_over() -> None:
     gone = EventMapper().decode("basket:ItemLost", '{"sku":"x"}', RUN, 2, AT_MS)
 
     assert isinstance(gone, OpaqueEvent)
-    with pytest.raises(DecodeFailed, match=r"event 2 of wf:basket-7 is a ItemLost, which the class Basket does"):
+    with pytest.raises(DecodeFailed, match=r"event 2 of wf:basket-7 is ItemLost, which the class Basket does"):
         fold(Basket, [*history(), gone])
 
 

@@ -195,6 +195,10 @@ def test_milliseconds_are_exact(ms: int) -> None:
     assert ms_of(time) == ms
 
 
+def test_a_time_past_the_calendar_is_its_last_millisecond() -> None:
+    assert time_of(2**53 - 1) == datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+
+
 def test_the_millisecond_of_a_time_is_the_one_it_lies_in() -> None:
     assert ms_of(datetime(1970, 1, 1, 0, 0, 1, 999_999, tzinfo=UTC)) == 1999
 
@@ -207,9 +211,7 @@ GOLDEN: dict[str, str] = {
     "keiro:workflow:orderFulfillment:wf-1:0:__workflow_completed__": "5ac985e8-4168-5705-91bc-5523833d3f60",
     "keiro:workflow:orderFulfillment:wf-1:0:__workflow_cancelled__": "52493d94-d35a-5a7e-8ce9-40e1111c45f9",
     "keiro:workflow:orderFulfillment:wf-1:0:__workflow_failed__": "b7ed900d-0fac-54dd-87b1-a01f6782a298",
-    "keiro:workflow:orderFulfillment:wf-1:0:__workflow_continued_as_new__": (
-        "338f8962-ef47-5992-a4e0-c314358a2f05"
-    ),
+    "keiro:workflow:orderFulfillment:wf-1:0:__workflow_continued_as_new__": ("338f8962-ef47-5992-a4e0-c314358a2f05"),
     "keiro:workflow:orderFulfillment:wf-1:0:__workflow_seed__": "268c2031-b026-564a-be24-85cab59c3ce7",
     "keiro:workflow:orderFulfillment:wf-1:0:__workflow_patches__": "c188a7f9-617d-59e5-8e09-4498d7daf477",
     "keiro:workflow:orderFulfillment:wf-1:0:patch:new-tax": "64de4580-0a2d-522b-b397-e25c6ee3eacc",
