@@ -5,11 +5,13 @@ A test that needs PostgreSQL fails where there is none. Tests marked `soak` run 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keiro.engine import Engine
 from keiro.testing.postgres import PostgresServer
 
 
@@ -58,12 +60,25 @@ def restartable_postgres() -> Iterator[PostgresServer]:
         yield server
 
 
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine(store_url: str) -> MakeEngine:
+    """Makes engines over one store, which is migrated when the first of them opens."""
+
+    def make(*workflows: object, **options: Any) -> Engine:
+        return Engine(store_url, workflows=workflows, **{"migrate": True, **options})
+
+    return make
+
+
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty store of each kind, so that one test says the same of all three."""
+    """An empty store of each kind, which several engines may open, so that one test says the same of all three."""
     match request.param:
         case "memory":
-            return "memory://"
+            return f"memory://{tmp_path}"
         case "sqlite":
             return f"sqlite:///{tmp_path}/keiro.db"
         case _:
