@@ -135,9 +135,7 @@ def _take_sample(line: Line, seat: Seat) -> None:
 def _said(line: Line) -> str:
     median = line.median()
     value = "–" if median is None else f"{median:,.4g} {line.measure.unit}"
-    return (
-        f"{line.measure.name:16} {line.store:14} {line.entry.name:16} {value:>22}  {line.note or ''}".rstrip()
-    )
+    return f"{line.measure.name:16} {line.store:14} {line.entry.name:16} {value:>22}  {line.note or ''}".rstrip()
 
 
 if __name__ == "__main__":

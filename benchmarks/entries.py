@@ -11,7 +11,10 @@ from benchmarks.contestant import STORES, Store
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant under one group of settings. `role` is "floor", "keiro" or "peer"."""
+    """A contestant under one group of settings. `role` is "floor", "keiro" or "peer".
+
+    `acknowledges` says whether a step is durable when the body gets its result.
+    """
 
     name: str
     module: str
@@ -20,6 +23,7 @@ class Entry:
     role: str
     settings: str
     package: str | None = None
+    acknowledges: bool = True
 
     def create(self) -> Any:
         """Import and build the contestant. Raises ImportError when its packages are not installed."""
@@ -84,7 +88,17 @@ ENGINES: tuple[Entry, ...] = (
         "LangGraphShipped",
         STORES,
         "peer",
-        'as shipped: StateGraph, one node a step, durability "async"',
+        'as shipped: StateGraph, one node a step, durability "async": the next step begins before the last is durable',
+        "langgraph",
+        acknowledges=False,
+    ),
+    Entry(
+        "langgraph-sync",
+        "benchmarks.langgraph_bench",
+        "LangGraphSync",
+        _FILES,
+        "peer",
+        'StateGraph, one node a step, durability "sync"',
         "langgraph",
     ),
     Entry(
@@ -93,9 +107,10 @@ ENGINES: tuple[Entry, ...] = (
         "LangGraphTuned",
         STORES,
         "peer",
-        'functional API (@entrypoint, @task), durability "sync"; on SQLite the blocking checkpointer for '
-        "single runs",
+        'functional API (@entrypoint, @task), durability "sync", which does not wait for a task to be written; '
+        "on SQLite the blocking checkpointer for single runs",
         "langgraph",
+        acknowledges=False,
     ),
 )
 

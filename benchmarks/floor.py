@@ -97,19 +97,12 @@ def _now() -> int:
 
 
 class _Sqlite(_Driver):
-    _INSERT_RUN = (
-        f"INSERT INTO keiro_runs {_RUN} VALUES (?, 'floor', ?, 'running', ?, '[1]', ?, ?) RETURNING run_key"
-    )
+    _INSERT_RUN = f"INSERT INTO keiro_runs {_RUN} VALUES (?, 'floor', ?, 'running', ?, '[1]', ?, ?) RETURNING run_key"
     _INSERT_HEAD = "INSERT INTO keiro_run_heads (run_key, version, owner, epoch) VALUES (?, 1, 1, 1)"
-    _ADVANCE = (
-        "UPDATE keiro_run_heads SET version = ?{}"
-        " WHERE run_key = ? AND version = ? AND owner = 1 AND epoch = 1"
-    )
+    _ADVANCE = "UPDATE keiro_run_heads SET version = ?{} WHERE run_key = ? AND version = ? AND owner = 1 AND epoch = 1"
     _ADVANCE_ONLY = _ADVANCE.format("")
     _ADVANCE_AND_RELEASE = _ADVANCE.format(", owner = NULL")
-    _END_RUN = (
-        "UPDATE keiro_runs SET status = 'completed', result_json = ?, finished_at_ms = ? WHERE run_key = ?"
-    )
+    _END_RUN = "UPDATE keiro_runs SET status = 'completed', result_json = ?, finished_at_ms = ? WHERE run_key = ?"
     _INSERT_EVENT = f"INSERT INTO keiro_journal {_JOURNAL} VALUES (?, ?, ?, ?, ?, ?)"
 
     def __init__(self, place: Place) -> None:

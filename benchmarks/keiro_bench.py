@@ -92,9 +92,7 @@ class Keiro(Contestant):
         _multiply(place, runs)
 
     async def begin_held(self, runs: int, steps: int) -> None:
-        await asyncio.gather(
-            *(self._engine.start(_held, steps, id=f"held-{number}") for number in range(runs))
-        )
+        await asyncio.gather(*(self._engine.start(_held, steps, id=f"held-{number}") for number in range(runs)))
         await GATE.all_arrived()
 
     async def finish_held(self, runs: int) -> None:
@@ -110,19 +108,13 @@ def _multiply(place: Place, runs: int) -> None:
     """Copy the one finished run of a database `runs` times, in every table that has rows of it."""
     if place.is_sqlite:
         with contextlib.closing(sqlite3.connect(place.at)) as connection, connection:
-            tables = [
-                name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            ]
+            tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             for table in _ordered(tables):
                 columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
-                connection.execute(
-                    _SQLITE_COPY.format(runs=runs, **_copied(table, columns, "randomblob(16)"))
-                )
+                connection.execute(_SQLITE_COPY.format(runs=runs, **_copied(table, columns, "randomblob(16)")))
     else:
         with psycopg.connect(place.at, autocommit=True) as server:
-            found = server.execute(
-                "SELECT table_name FROM information_schema.tables WHERE table_schema = 'keiro'"
-            )
+            found = server.execute("SELECT table_name FROM information_schema.tables WHERE table_schema = 'keiro'")
             for table in _ordered([name for (name,) in found]):
                 query = (
                     "SELECT column_name FROM information_schema.columns WHERE table_schema = 'keiro'"
@@ -131,9 +123,7 @@ def _multiply(place: Place, runs: int) -> None:
                 columns = [name for (name,) in server.execute(query, [table])]
                 copied = _copied(table, columns, "md5(i::text || t.event_id::text)::uuid")
                 server.execute(_POSTGRES_COPY.format(runs=runs, **copied).encode())
-            server.execute(
-                "SELECT setval(pg_get_serial_sequence('keiro.keiro_runs', 'run_key'), %s)", [runs + 10]
-            )
+            server.execute("SELECT setval(pg_get_serial_sequence('keiro.keiro_runs', 'run_key'), %s)", [runs + 10])
             server.execute("VACUUM ANALYZE")
 
 

@@ -286,9 +286,7 @@ def _once_for_absurd(sizes: Sizes, entry: Entry) -> int:
 MEASURES: tuple[Measure, ...] = (
     Measure("long-run", "One long run of sequential steps", "steps/s", True, _ALL, ENGINES, _long_run),
     Measure("in-turn", "10-step runs one after another", "steps/s", True, _ALL, ENGINES, _in_turn),
-    Measure(
-        "at-once", "50 ten-step runs at once, no-op bodies", "steps/s", True, _ALL, ENGINES, _at_once(False)
-    ),
+    Measure("at-once", "50 ten-step runs at once, no-op bodies", "steps/s", True, _ALL, ENGINES, _at_once(False)),
     Measure(
         "at-once-bodies",
         "50 ten-step runs at once, bodies of 0 to 2 ms",
@@ -298,9 +296,7 @@ MEASURES: tuple[Measure, ...] = (
         _WORKERS,
         _at_once(True),
     ),
-    Measure(
-        "enqueue", "One-step runs enqueued one by one until all are done", "s", False, _ALL, ENGINES, _enqueue
-    ),
+    Measure("enqueue", "One-step runs enqueued one by one until all are done", "s", False, _ALL, ENGINES, _enqueue),
     Measure(
         "enqueue-stored",
         "The same beside many finished runs",

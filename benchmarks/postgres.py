@@ -157,9 +157,7 @@ def _run(command: list[str | Path], account: str | None) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(
-            f"{Path(command[0]).name} ended with {done.returncode}: {' '.join(map(str, command))}"
-        )
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {' '.join(map(str, command))}")
 
 
 def _free_port() -> int:

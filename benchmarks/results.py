@@ -61,9 +61,13 @@ class Results:
                 return line.median(key)
         return None
 
-    def best_peer(self, measure: str, store: Store) -> Line | None:
-        """The peer with the best median, among all its settings."""
-        lines = [line for line in self.of(measure, store) if line.entry.role == "peer" and line.samples]
+    def best_peer(self, measure: str, store: Store, acknowledging: bool = False) -> Line | None:
+        """The peer with the best median, of all or only of those whose steps are durable at once."""
+        lines = [
+            line
+            for line in self.of(measure, store)
+            if line.entry.role == "peer" and line.samples and (line.entry.acknowledges or not acknowledging)
+        ]
         if not lines:
             return None
         better = max if lines[0].measure.higher_is_better else min

@@ -63,15 +63,18 @@ def _against_peers(results: Results) -> Iterator[Verdict]:
     wanted: dict[Store, tuple[float, float]] = {"sqlite-full": (4, 25), "postgres": (2.5, 20)}
     for store, (in_turn, at_once) in wanted.items():
         for measure, least, what in (
-            ("in-turn", in_turn, "10-step runs in turn against the best peer"),
-            ("at-once", at_once, "50 runs at once against the best peer"),
-            ("enqueue", 4.0, "enqueued runs against the best peer"),
+            ("in-turn", in_turn, "10-step runs in turn"),
+            ("at-once", at_once, "50 runs at once"),
+            ("enqueue", 4.0, "enqueued runs"),
         ):
-            peer = results.best_peer(measure, store)
-            ours = results.median(measure, store, "keiro")
-            theirs = peer.median() if peer else None
-            got = _ratio(theirs, ours) if measure == "enqueue" else _ratio(ours, theirs)
-            yield _verdict(what, store, least, got, "× peer", True)
+            for acknowledging in (False, True):
+                peer = results.best_peer(measure, store, acknowledging)
+                ours = results.median(measure, store, "keiro")
+                theirs = peer.median() if peer else None
+                got = _ratio(theirs, ours) if measure == "enqueue" else _ratio(ours, theirs)
+                kind = "best peer with durable steps" if acknowledging else "best peer"
+                name = f" ({peer.entry.name})" if peer else ""
+                yield _verdict(f"{what} against the {kind}{name}", store, least, got, "× peer", True)
 
 
 def _processor_time(results: Results) -> Iterator[Verdict]:
