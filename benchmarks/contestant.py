@@ -93,11 +93,13 @@ class Gate:
         self.arrived = 0
         self._wanted = 0
         self._reached = asyncio.Event()
+        self._never = asyncio.Event()
 
     def expect(self, arrivals: int, shut: bool) -> None:
         """Start counting afresh."""
         self.shut, self.arrived, self._wanted = shut, 0, arrivals
         self._reached = asyncio.Event()
+        self._never = asyncio.Event()
 
     async def all_arrived(self) -> None:
         await self._reached.wait()
@@ -108,7 +110,7 @@ class Gate:
         if self.arrived == self._wanted:
             self._reached.set()
         if self.shut:
-            await asyncio.Event().wait()
+            await self._never.wait()
         return 0
 
 

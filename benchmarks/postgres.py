@@ -17,9 +17,10 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 _DURABLE_SETTINGS = {
     "fsync": "on",
@@ -67,9 +68,11 @@ class Postgres:
         return {name: str(row[0]) for name, row in zip(names, rows, strict=True) if row}
 
     def _url_of(self, database: str) -> str:
-        parts = conninfo_to_dict(make_conninfo(self.url, dbname=database))
-        user = f"{parts['user']}:{parts['password']}" if "password" in parts else parts["user"]
-        return f"postgresql://{user}@{parts['host']}:{parts.get('port', 5432)}/{database}"
+        # Asked of a connection, because a URL may leave any part of it to the environment.
+        with psycopg.connect(self.url) as connection:
+            info = connection.info
+            account = quote(info.user) + (f":{quote(info.password)}" if info.password else "")
+            return f"postgresql://{account}@/{database}?{urlencode({'host': info.host, 'port': info.port})}"
 
 
 @contextlib.contextmanager
