@@ -1,0 +1,135 @@
+"""What the crash tests run: every kind of write, with every effect and every acknowledgement noted outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import keiro
+from keiro.decisions import Stored
+from keiro.driver import history_of
+from keiro.events import StepRecorded
+
+_log: list[Path] = []
+
+
+def use_log(folder: Path) -> None:
+    """Where this process notes its effects and what it was told."""
+    _log[:] = [folder]
+
+
+def note(file: str, line: str) -> None:
+    """Append a line in one write: a kill leaves whole lines."""
+    with open(_log[0] / file, "ab", buffering=0) as out:
+        out.write(line.encode() + b"\n")
+
+
+def notes(folder: Path, file: str) -> list[str]:
+    """What was noted."""
+    path = folder / file
+    return path.read_text().splitlines() if path.exists() else []
+
+
+async def effect(run_id: str, name: str) -> str:
+    note("effects", f"{os.getpid()} {run_id} {name}")
+    return name
+
+
+def effect_in_thread(run_id: str, name: str) -> str:
+    note("effects", f"{os.getpid()} {run_id} {name}")
+    return name
+
+
+async def fails_once(run_id: str, name: str) -> str:
+    note("effects", f"{os.getpid()} {run_id} {name}")
+    if sum(line.endswith(f" {run_id} {name}") for line in notes(_log[0], "effects")) == 1:
+        raise RuntimeError("the first attempt fails")
+    return name
+
+
+class Basket(keiro.WorkflowRun, name="basket"):
+    def __init__(self) -> None:
+        self.items: list[str] = []
+
+    @keiro.event("ItemAdded")
+    def add(self, sku: str) -> None:
+        self.items.append(sku)
+
+    async def execute(self, n: int) -> list[str]:
+        for i in range(n):
+            await self.apply(Basket.add, f"sku-{i}")
+            await self.step(effect, self.id, f"after-{i}", key=f"after-{i}")
+        return self.items
+
+
+@keiro.workflow
+async def sequence(run: keiro.WorkflowRun, n: int) -> list[str]:
+    done = [await run.step(effect, run.id, f"s{i}", key=f"s{i}") for i in range(n)]
+    done += await asyncio.gather(*(run.step(effect, run.id, f"g{i}", key=f"g{i}") for i in range(2)))
+    done.append(await run.step(effect_in_thread, run.id, "thread", key="thread"))
+    done.append(await run.step(fails_once, run.id, "flaky", key="flaky", retry=keiro.Retry(3, initial=0.001)))
+    return done
+
+
+@keiro.workflow(retry=keiro.Retry(2, initial=0.001))
+async def doomed(run: keiro.WorkflowRun) -> None:
+    await run.step(effect, run.id, "before the end", key="before the end")
+    raise ValueError("as intended")
+
+
+WORKFLOWS = (Basket, sequence, doomed)
+EXPECTED: dict[str, Any] = {
+    "wf:basket-1": ["sku-0", "sku-1"],
+    "wf:sequence-1": ["s0", "s1", "g0", "g1", "thread", "flaky"],
+    "wf:sequence-2": ["s0", "g0", "g1", "thread", "flaky"],
+    "wf:doomed-1": None,
+}
+
+
+async def start_all(engine: keiro.Engine) -> None:
+    """Start every run (or find it) and note what was acknowledged; wait for all ends."""
+    handles = []
+    for workflow, args, key in ((sequence, (2,), "1"), (Basket, (2,), "1"), (doomed, (), "1"), (sequence, (1,), "2")):
+        handle = await engine.start(workflow, *args, id=key)
+        note("acknowledged", handle.run_id)
+        handles.append(handle)
+    await asyncio.gather(*(handle.result() for handle in handles), return_exceptions=True)
+
+
+async def recorded(engine: keiro.Engine) -> dict[str, set[str]]:
+    """The steps of each run that are recorded."""
+    found: dict[str, set[str]] = {}
+    for run in await engine.runs(limit=10_000):
+        rows = (await engine.store.history([run.run_key]))[run.run_key]
+        found[run.run_id] = {
+            name for name, one in history_of(rows).items() if isinstance(one.event, StepRecorded)
+        }
+        assert [row.version for row in rows] == list(range(1, len(rows) + 1)), f"{run.run_id} has a gap"
+    return found
+
+
+async def all_events(engine: keiro.Engine) -> list[Stored]:
+    """Every event of the store by position."""
+    events: list[Stored] = []
+    while page := await engine.store.read(events[-1].position if events else 0, 1000):
+        events += page
+    return events
+
+
+async def check_ended(engine: keiro.Engine) -> None:
+    """Every run has the result it must have, and each of its steps was recorded once."""
+    for run_id, expected in EXPECTED.items():
+        run = await engine.handle(run_id).run()
+        assert run.status == ("failed" if expected is None else "completed"), run
+        if expected is not None:
+            assert run.result_json is not None and msgspec.json.decode(run.result_json) == expected
+        steps = [
+            event.step async for event in engine.handle(run_id).events() if isinstance(event, StepRecorded)
+        ]
+        assert len(steps) == len(set(steps)), f"{run_id} recorded a step twice: {steps}"
+        head = await engine.store.head(run_id)
+        assert head is not None and head[1].owner is None
