@@ -214,6 +214,9 @@ def ensure_postgres(conninfo: str, *, mode: Mode = "migrate", timeout: float = 3
                 return
             connection.rollback()
             lock = [
+                # Whatever the default: a snapshot taken while waiting for the lock would not show what the
+                # process that had it has migrated.
+                "SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
                 f"SET LOCAL lock_timeout = {max(1, round(timeout * 1000))}",
                 f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})",
             ]

@@ -166,9 +166,7 @@ class Inventory:
         self.triggers = sorted(self._sqlite_triggers() if of_sqlite else self._postgres_triggers())
 
     def _sqlite_tables(self) -> list[tuple[str, str]]:
-        return self._rows(
-            "SELECT name, sql FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'sqlite_*'"
-        )
+        return self._rows("SELECT name, sql FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'sqlite_*'")
 
     def _sqlite_columns(self) -> Iterator[str]:
         for table, sql in self._sqlite_tables():
@@ -342,9 +340,7 @@ def test_the_applications_own_tables_and_its_own_alembic_are_left_alone(empty: D
     assert empty.rows(f"SELECT * FROM {where}alembic_version") == [("cafe",)]
 
 
-@pytest.mark.parametrize(
-    "name", ["with space.db", "50%.db", "what?.db", "hash#.db", "naïve ☕.db", "file:x.db"]
-)
+@pytest.mark.parametrize("name", ["with space.db", "50%.db", "what?.db", "hash#.db", "naïve ☕.db", "file:x.db"])
 def test_any_file_name_will_do(tmp_path: Path, name: str) -> None:
     migrate.ensure_sqlite(str(tmp_path / name))
     migrate.ensure_sqlite(str(tmp_path / name), mode="verify")
@@ -360,9 +356,7 @@ def test_a_relative_path_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "runs.db" in os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "url", ["host=127.0.0.1 dbname={dbname} port={port} user=postgres", "{url}?connect_timeout=3"]
-)
+@pytest.mark.parametrize("url", ["host=127.0.0.1 dbname={dbname} port={port} user=postgres", "{url}?connect_timeout=3"])
 def test_any_address_that_libpq_understands_will_do(postgres_url: str, url: str) -> None:
     parts = psycopg.conninfo.conninfo_to_dict(postgres_url)
 
@@ -406,9 +400,7 @@ def test_revisions_are_those_of_the_script_folder() -> None:
         ("", True, migrate.Newer("")),
     ],
 )
-def test_a_database_is_classified_by_its_revision(
-    revision: str | None, has_tables: bool, state: migrate.State
-) -> None:
+def test_a_database_is_classified_by_its_revision(revision: str | None, has_tables: bool, state: migrate.State) -> None:
     assert migrate.classify(revision, has_tables) == state
 
 
@@ -460,9 +452,7 @@ def test_keiro_tables_outside_the_schema_do_not_matter(empty: PostgresDatabase) 
 
 
 def test_verifying_changes_nothing_and_says_what_to_run(empty: Database) -> None:
-    with pytest.raises(
-        MigrationRequired, match=r"no tables of keiro.*`keiro migrate --url (sqlite|postgresql)://"
-    ):
+    with pytest.raises(MigrationRequired, match=r"no tables of keiro.*`keiro migrate --url (sqlite|postgresql)://"):
         empty.ensure("verify")
 
     if isinstance(empty, SQLiteDatabase):
@@ -510,9 +500,7 @@ def test_what_fails_half_way_leaves_nothing(empty: Database) -> None:
 
 
 @pytest.mark.parametrize("empty", ["postgres"], indirect=True)
-def test_the_schema_goes_too_when_the_upgrade_fails(
-    empty: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_schema_goes_too_when_the_upgrade_fails(empty: PostgresDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> None:
         raise RuntimeError("power cut")
 
@@ -536,9 +524,7 @@ def call_of(database: Database) -> tuple[str, str]:
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment(), text=True, capture_output=True, check=True
-    )
+    return subprocess.run([sys.executable, *arguments], env=environment(), text=True, capture_output=True, check=True)
 
 
 def environment() -> dict[str, str]:
@@ -630,11 +616,9 @@ def test_another_migrator_is_waited_for(empty: PostgresDatabase) -> None:
     empty.ensure()
 
 
-@pytest.mark.parametrize("empty", ["postgres"], indirect=True)
-def test_the_second_migrator_finds_the_work_done(
-    empty: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Another process migrates after this one has looked, and before it has the lock.
+@pytest.fixture
+def overtaken(empty: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
+    """A database that another process migrates after this one has looked, and before it has the lock."""
     upgrade = migrate._upgrade
 
     def late(*arguments: Any) -> None:
@@ -643,10 +627,47 @@ def test_the_second_migrator_finds_the_work_done(
         upgrade(*arguments)
 
     monkeypatch.setattr(migrate, "_upgrade", late)
+    return empty
 
-    empty.ensure()
 
-    assert empty.rows("SELECT version_num FROM keiro_alembic_version") == [(migrate.HEAD,)]
+def test_the_second_migrator_finds_the_work_done(overtaken: Database) -> None:
+    overtaken.ensure()
+
+    assert overtaken.rows("SELECT version_num FROM keiro_alembic_version") == [(migrate.HEAD,)]
+
+
+def test_the_second_migrator_respects_a_newer_one(overtaken: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = migrate._run_revisions
+
+    def run_as_a_newer_keiro(connection: sqlalchemy.Connection) -> None:
+        run(connection)
+        table = "keiro_alembic_version" if overtaken.dialect == "sqlite" else "keiro.keiro_alembic_version"
+        connection.exec_driver_sql(f"UPDATE {table} SET version_num = '9999'")
+
+    monkeypatch.setattr(migrate, "_run_revisions", run_as_a_newer_keiro)
+
+    with pytest.raises(MigrationRequired, match="newer keiro"):
+        overtaken.ensure()
+
+    assert overtaken.rows("SELECT version_num FROM keiro_alembic_version") == [("9999",)]
+
+
+def test_a_migrator_that_waited_sees_what_was_done_meanwhile(postgres_url: str) -> None:
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    serializable = f"{postgres_url}?options=-c%20default_transaction_isolation%3Dserializable"
+    with psycopg.connect(postgres_url, autocommit=True) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT pg_advisory_lock(%s)", [migrate.MIGRATION_LOCK])
+        late = threads.submit(migrate.ensure_postgres, serializable)
+        while other.execute(waiting).fetchone() == (0,):
+            assert not late.done()
+        # The holder of the lock migrates; in a transaction of its own, which must not wait for that lock.
+        program = "from keiro.stores import migrate; migrate.MIGRATION_LOCK += 1; "
+        python("-c", program + f"migrate.ensure_postgres({postgres_url!r})")
+        other.execute("SELECT pg_advisory_unlock(%s)", [migrate.MIGRATION_LOCK])
+
+        late.result()
+
+    assert Inventory(PostgresDatabase(postgres_url)).keys == KEYS
 
 
 # Later revisions
@@ -655,17 +676,15 @@ def test_the_second_migrator_finds_the_work_done(
 def test_a_revision_made_from_the_template_runs(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripts = tmp_path / "migrations"
+    scripts = tmp_path / "100% keiro"
     shutil.copytree(migrate.script_location(), scripts, ignore=shutil.ignore_patterns("__pycache__"))
     config = Config()
-    config.set_main_option("script_location", str(scripts))
+    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     made = ScriptDirectory.from_config(config).generate_revision("0002", "a note", head="head")
     assert made is not None
     path = Path(made.path)
     table = "keiro_notes" if database.dialect == "sqlite" else "keiro.keiro_notes"
-    text = path.read_text().replace(
-        "statements: list[str] = []", f'statements = ["CREATE TABLE {table} (note TEXT)"]'
-    )
+    text = path.read_text().replace("statements: list[str] = []", f'statements = ["CREATE TABLE {table} (note TEXT)"]')
     path.write_text(text)
     monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
     monkeypatch.setattr(migrate, "HEAD", "0002")
@@ -689,9 +708,7 @@ def test_an_installation_without_revisions_says_so(monkeypatch: pytest.MonkeyPat
         migrate.script_location()
 
 
-def test_an_installed_package_has_its_revisions_inside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_installed_package_has_its_revisions_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inside, beside = tmp_path / "keiro" / "migrations", tmp_path / "migrations"
     for folder in (inside, beside):
         folder.mkdir(parents=True)
@@ -709,6 +726,14 @@ def test_too_old_an_sqlite_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     with pytest.raises(StoreUnavailable, match=r"needs 3\.38\.0"):
         migrate.ensure_sqlite(str(tmp_path / "runs.db"))
+
+
+def test_a_file_system_without_wal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda _, **options: connect(":memory:", **options))
+
+    with pytest.raises(StoreUnavailable, match=r"cannot be put in WAL mode.*local disk"):
+        migrate.ensure_sqlite("runs.db")
 
 
 def test_too_old_a_postgres_is_named(monkeypatch: pytest.MonkeyPatch, postgres_url: str) -> None:
