@@ -271,8 +271,8 @@ class _Packer:
             members = sorted((self.pack(one, depth) for one in value), key=msgspec.json.encode)
             return {"$type": kind.__name__, "$value": members}
         if kind is dict:
-            if "$type" not in value and all(type(key) is str and not _UNSTORABLE.search(key) for key in value):
-                return {key: self.pack(one, depth) for key, one in value.items()}
+            if "$type" not in value and all(type(key) is str for key in value):
+                return {_stored_text(key): self.pack(one, depth) for key, one in value.items()}
             pairs = [[self.pack(key, depth), self.pack(one, depth)] for key, one in value.items()]
             return {"$type": "dict", "$value": pairs}
         if isinstance(value, BaseException):
