@@ -35,7 +35,6 @@ def main() -> None:
         sys.exit("usage: python3 dev.py {demo,test} [ARGUMENT ...]")
     extra, command = TASKS[sys.argv[1]]
     install(extra)
-    os.chdir(ROOT)
     os.execv(command[0], [*command, *sys.argv[2:]])
 
 
