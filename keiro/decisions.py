@@ -86,7 +86,7 @@ class Loaded(msgspec.Struct):
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """The events are in the journal; `version` is that of the last one. `run` is the row after them."""
+    """The events are in the journal; `version` is that of the last one. `run` is the row of a run that was born."""
 
     version: int
     run: Run | None = None
@@ -206,7 +206,7 @@ def _append(command: Append, loaded: Loaded | None) -> Decision:
     version = head.version + len(command.events)
     owner = None if releases(command.events, after) else head.owner
     return Decision(
-        Appended(version, after),
+        Appended(version),
         command.run_id,
         command.events,
         command.at_ms,
