@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,8 @@ from benchmarks.session import Failed, Missing, Places, Refused
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    # Ended from outside, it still stops the server and the processes it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = QUICK if options.quick else FULL
     plan = _plan(options.only)
     needs_postgres = any(store == "postgres" for _, store in plan)
