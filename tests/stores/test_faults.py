@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sqlite3
 import tempfile
@@ -132,6 +133,21 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytes
     migrate.ensure_sqlite(str(path))
 
 
+def test_a_write_that_fails_leaves_nothing_half_made(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, unlimited[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match=r"failed \(disk I/O error, SQLITE_IOERR_WRITE\).*limits"):
+            migrate.ensure_sqlite(str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
+
+
 @pytest.fixture
 def locked(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     """A connection to a file that another connection has locked."""
@@ -166,6 +182,23 @@ def test_a_begin_that_was_refused_is_busy_though_its_rollback_failed(locked: sql
         except sqlite3.OperationalError:
             locked.execute("ROLLBACK")
 
+    assert is_busy(raised.value)
+
+
+def test_a_snapshot_that_grew_old_is_busy(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    migrate.ensure_sqlite(str(path))
+    with (
+        closing(sqlite3.connect(path, isolation_level=None)) as reader,
+        closing(sqlite3.connect(path, isolation_level=None)) as writer,
+    ):
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM keiro_workers").fetchall()
+        writer.execute("INSERT INTO keiro_projection_tracking VALUES ('steps', 0)")
+        with pytest.raises(sqlite3.OperationalError) as raised:
+            reader.execute("DELETE FROM keiro_projection_tracking")
+
+    assert raised.value.sqlite_errorname == "SQLITE_BUSY_SNAPSHOT"
     assert is_busy(raised.value)
 
 
@@ -246,9 +279,7 @@ def clerk(postgres_server: PostgresServer, postgres_url: str) -> Iterator[str]:
 
 
 def test_a_role_that_may_not_create_the_schema_is_told_what_it_needs(clerk: str) -> None:
-    with pytest.raises(
-        StoreUnavailable, match=r"permission denied.*CREATE on the database.*keiro migrate --url"
-    ):
+    with pytest.raises(StoreUnavailable, match=r"permission denied.*CREATE on the database.*keiro migrate --url"):
         migrate.ensure_postgres(clerk)
 
 
@@ -273,9 +304,7 @@ def test_a_server_that_takes_no_writes_is_named(postgres_url: str) -> None:
         migrate.ensure_postgres(f"{postgres_url}?options=-c%20default_transaction_read_only%3Don")
 
 
-@pytest.mark.parametrize(
-    "address", ["postgresql://u:hunter2@h/db?hunter2=1", "hunter2 and more", "host='hunter2"]
-)
+@pytest.mark.parametrize("address", ["postgresql://u:hunter2@h/db?hunter2=1", "hunter2 and more", "host='hunter2"])
 def test_an_address_that_is_not_understood_is_not_repeated(address: str) -> None:
     with pytest.raises(StoreUnavailable, match="must read postgresql://") as raised:
         migrate.ensure_postgres(address)
