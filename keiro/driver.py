@@ -34,7 +34,16 @@ from keiro.decisions import (
     new,
 )
 from keiro.definition import Step, Workflow
-from keiro.errors import KeiroError, NonDeterminism, PayloadRejected, RunSealed, StepNameClash, StoreBusy, StoreUnavailable
+from keiro.errors import (
+    KeiroError,
+    NonDeterminism,
+    PayloadRejected,
+    ProjectionFailed,
+    RunSealed,
+    StepNameClash,
+    StoreBusy,
+    StoreUnavailable,
+)
 from keiro.events import (
     AttemptFailed,
     Event,
@@ -214,10 +223,12 @@ class Driver:
             at_ms = self.host.wall_ms()
             try:
                 outcome = await self._send(events, at_ms)
-            except (StoreBusy, StoreUnavailable) as error:
-                # The effect has happened: its record must not be lost to an outage. Nothing was written (or it was,
-                # and its id tells), so the same event is sent again, at the version the run now has.
-                self.host.report("store_away", self.run.run_id, error=str(error))
+            except (StoreBusy, StoreUnavailable, ProjectionFailed) as error:
+                # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
+                # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
+                # the run now has.
+                what = "projection_failed" if isinstance(error, ProjectionFailed) else "store_away"
+                self.host.report(what, self.run.run_id, error=str(error))
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
                 await self._reload()
                 continue

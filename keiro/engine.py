@@ -10,7 +10,7 @@ import uuid
 from asyncio import Future
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -20,9 +20,11 @@ from keiro.decisions import (
     AlreadyPresent,
     Append,
     Appended,
+    Command,
     Existing,
     InputDiffers,
     New,
+    Outcome,
     RefusedTerminal,
     Start,
     Stored,
@@ -36,11 +38,20 @@ from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, revive
 from keiro.identity import check_key, parse_run_id, run_id
 from keiro.rows import Head, Run, Status
+from keiro.follower import ProjectionStatus
 from keiro.mapper import EventMapper
+from keiro.projections.base import Projection
+from keiro.projections.steps import StepRow
+from keiro.projections.steps import steps as fold_steps
+from keiro.readmodels import ReadModels
 from keiro.run import fold, new_events, workflow_of
 from keiro.stores import open_store
 from keiro.stores.base import Store
+from keiro.stores.kept import Report
+from keiro.transactions import Body, Transactions
 from keiro.worker import Worker
+
+T = TypeVar("T")
 
 log: Final = logging.getLogger("keiro")
 
@@ -59,6 +70,9 @@ class Engine:
     `durability="normal"` (SQLite only) acknowledges before the disk has flushed: a power cut may take the newest
     commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is called
     with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
+
+    `projections` are read models of your own, classes or instances of `keiro.Projection`. Their tables are created
+    where the schema is migrated, else they must be there.
     """
 
     def __init__(
@@ -66,6 +80,7 @@ class Engine:
         url: str | None = None,
         *,
         workflows: Sequence[Any] = (),
+        projections: Sequence[Projection | type[Projection]] = (),
         worker: bool = True,
         durability: str = "full",
         migrate: bool | None = None,
@@ -87,6 +102,10 @@ class Engine:
         for one in workflows:
             self._register(workflow_of(one))
         self.mapper = EventMapper(self._workflows.values())
+        self._read_models = ReadModels(projections, self.store, self.mapper, self)
+        self._transactions = Transactions(
+            self.store, self._read_models.kept.gate, self.store.announce, self._callback_failed
+        )
         self._worker: Worker | None = None
         self._resident: dict[str, Driver] = {}
         self._tasks: dict[asyncio.Task[None], Driver] = {}
@@ -104,9 +123,11 @@ class Engine:
     async def __aenter__(self) -> Self:
         await self.store.open(migrate=self._migrate)
         try:
+            await self._read_models.open(create=self._migrate, moved=self._moved)
             self._worker = Worker(self, list(self._workflows), claims=self._claims)
             await self._worker.start()
         except BaseException:
+            await self._read_models.close()
             await self.store.close()
             raise
         return self
@@ -146,6 +167,7 @@ class Engine:
         self._waiting.clear()
         if self._looking is not None:
             self._looking.cancel()
+        await self._read_models.close()
         await self.store.close()
         self._worker = None
 
@@ -156,10 +178,18 @@ class Engine:
 
     # Starting and waiting
 
-    async def start(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Handle:
+    async def start(
+        self, workflow: Any, /, *args: Any, id: str | None = None, connection: Any = None, **kwargs: Any
+    ) -> Handle:
         """Start a run and return its handle. On return the run and its input are durable and it will be driven to its
         end. `id` is its key within the workflow (default: a random one); starting a key that exists returns the
         existing run if the input is equal, else raises `RunConflict`.
+
+        With `connection`, a SQLAlchemy, sqlite3 or psycopg connection to the same database (or what `transact` gives
+        its body), the run is part of the transaction open on it: it exists once the caller commits, and never if the
+        caller rolls back. Make it the last thing before the commit: from here on nobody else can write. A commit
+        through SQLAlchemy is seen at once, that of a raw connection within a second. Raises `InvalidCall` for a
+        connection elsewhere or without a transaction, `StoreBusy` where all of the transaction is to be tried again.
         """
         worker = self._opened()
         definition = workflow_of(workflow)
@@ -176,9 +206,9 @@ class Engine:
             run_id(definition.name, key),
             new(started, uuid.uuid4().bytes),
             self.wall_ms(),
-            worker.key if owned and worker.leased else None,
+            worker.key if owned and worker.leased and connection is None else None,
         )
-        outcome = await self.store.submit(command)
+        outcome = await self._submit(command, connection)
         match outcome:
             case Appended(run=Run() as run) | Existing(run):
                 pass
@@ -199,25 +229,45 @@ class Engine:
         """The handle of a run by its id, whether or not it exists and whoever drives it."""
         return Handle(self, run_id, self._workflows.get(parse_run_id(run_id).workflow))
 
-    async def command(self, run_id: str, method: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> int:
+    async def _submit(self, command: Command, connection: Any) -> Outcome:
+        if connection is None:
+            return await self.store.submit(command)
+        return await self._transactions.submit(command, connection)
+
+    async def transact(self, body: Body[T], *, connection: Any) -> T:
+        """Run `body(transaction)` in one transaction on a SQLAlchemy connection, and commit it.
+
+        `transaction.connection` is the connection, for the body's own SQL and for the engine's methods, and
+        `transaction.on_commit(callback)` calls back after the commit. What the body raises rolls everything back,
+        rows of projections in memory included. A conflict with another transaction (busy, 40001, 40P01, 55P03) runs the
+        body again, with growing pauses, and at last raises `StoreBusy`. Called within a body, on its connection, it is a
+        savepoint. On SQLite the write lock is taken at the beginning.
+        """
+        self._opened()
+        return await self._transactions.transact(body, connection)
+
+    async def command(
+        self, run_id: str, method: Any, /, *args: Any, id: str | None = None, connection: Any = None, **kwargs: Any
+    ) -> int:
         """Send a command to the aggregate of a run: `await engine.command("wf:basket-7", Basket.add, "sku-1")`.
 
         The method runs on the aggregate as it is now; on return its events are in the run's journal. Returns the version
         of the last one. With `id`, the same command sent twice is recorded once. What the method raises rejects the
-        command: nothing is recorded. Raises `RunNotFound`, `RunEnded`.
+        command: nothing is recorded. `connection` is as for `start`. Raises `RunNotFound`, `RunEnded`.
         """
         self._opened()
+        journal = self.store if connection is None else self._transactions.joined(connection)
         own = parse_run_id(run_id)
         aggregate = self.mapper.aggregate(own.workflow)
         if aggregate is None:
             raise InvalidCall(f"{own.workflow!r} has no aggregate class in this process: register the class with the engine")
         event_id = uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:command:{run_id}:{id}").bytes if id is not None else None
         while True:
-            found = await self.store.head(run_id)
+            found = await journal.head(run_id)
             if found is None:
                 raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
             run, _ = found
-            rows = (await self.store.history([run.run_key]))[run.run_key]
+            rows = (await journal.history([run.run_key]))[run.run_key]
             state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
             if event_id is not None:
                 for row in rows:
@@ -230,9 +280,8 @@ class Engine:
             news = tuple(
                 New(event, one, self.mapper.encode(event)[1]) for event, one in zip(triggered, ids, strict=True)
             )
-            outcome = await self.store.submit(
-                Append(run_id, news, self.wall_ms(), run.run_key, expected=rows[-1].version)
-            )
+            append = Append(run_id, news, self.wall_ms(), run.run_key, expected=rows[-1].version)
+            outcome = await self._submit(append, connection)
             match outcome:
                 case Appended(version):
                     return version
@@ -252,6 +301,57 @@ class Engine:
         if status is not None and status not in set(Status):
             raise InvalidCall(f"{status!r} is no status; there are: {', '.join(Status)}")
         return await self.store.runs(status=status, workflow=workflow, before=before, limit=limit)
+
+    # Read models
+
+    async def steps(self, run_id: str) -> list[StepRow]:
+        """The steps of a run, in the order in which they were first recorded. Raises `RunNotFound`."""
+        run = await self.store.run(run_id)
+        if run is None:
+            raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+        stored = (await self.store.history([run.run_key]))[run.run_key]
+        return fold_steps(self.mapper.decode_row(row, run_id) for row in stored)
+
+    async def rows(self, projection: Projection | type[Projection] | str, /, **equals: Any) -> list[Any]:
+        """The rows of a projection, by its class or name, whose columns have the given values; by primary key.
+
+        They are frozen structs with the table's column names.
+        """
+        self._opened()
+        return await self._read_models.rows(projection, equals)
+
+    async def projections(self) -> list[ProjectionStatus]:
+        """How each projection of this engine stands."""
+        self._opened()
+        return await self._read_models.status()
+
+    async def caught_up(
+        self, projection: Projection | type[Projection] | str, /, timeout: float | None = None
+    ) -> None:
+        """Return once a following projection has everything that was in the journal at the call; at once for others.
+
+        Raises `ProjectionFailed` while a fold of it fails, `TimeoutError` after `timeout` seconds.
+        """
+        self._opened()
+        await self._read_models.caught_up(projection, timeout)
+
+    async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
+        """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
+
+        `"runs"` is the table of runs itself, whose owners, leases and `started_at_ms` are no part of the journal. An
+        append-only table gets the rows it lacks; others that differ are counted as `unmended`.
+        """
+        self._opened()
+        report = await self._read_models.rebuild(projection)
+        if report.differences:
+            self.report("projection_mended", "", projection=str(projection), **msgspec.structs.asdict(report))
+            self.woken()
+        return report
+
+    def _callback_failed(self, error: BaseException) -> None:
+        log.error("a callback after a commit raised; what was committed stays", exc_info=error)
+
+    # Waiting for ends
 
     async def wait_ended(self, run_id: str, timeout: float | None = None) -> Run:
         """The row of a run once it has ended. Raises `TimeoutError` after `timeout` seconds, `RunNotFound`."""

@@ -97,6 +97,18 @@ class NonDeterminism(KeiroError):
     """A replay asked for something the journal contradicts."""
 
 
+class ProjectionFailed(KeiroError):
+    """A projection could not fold an event, or its table took no rows; nothing was written.
+
+    `projection` names it; `position` is the event's place in the journal, None where no event is to blame.
+    """
+
+    def __init__(self, message: str, *, projection: str, position: int | None = None) -> None:
+        super().__init__(message)
+        self.projection = projection
+        self.position = position
+
+
 class FenceLost(KeiroError):
     """Another worker owns the run now; nothing was written."""
 

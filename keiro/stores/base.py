@@ -9,12 +9,18 @@ from __future__ import annotations
 import time
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from keiro.decisions import Command, Outcome, Stored
 from keiro.rows import Head, Run
+
+if TYPE_CHECKING:
+    from keiro.mapper import EventMapper
+    from keiro.projections.base import ReadModel
+    from keiro.stores.caller import Joined
+    from keiro.stores.kept import Kept
 
 LEASE_MS: Final = 30_000
 """A worker that has not renewed its lease for this long is taken for dead."""
@@ -78,6 +84,17 @@ class Store(Protocol):
 
     def submit(self, command: Command) -> Future[Outcome]:
         """Queue a command; it commits together with all others of this loop tick. Outcomes are values."""
+
+    def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
+        """Keep the rows of these projections from now on; called once, before `open`. Inline ones change in the
+        transaction that appends, and one that cannot rejects the command with `ProjectionFailed`."""
+
+    def join(self, connection: Any) -> Joined:
+        """The journal through a connection of a caller's, in the transaction open there. Raises `InvalidCall` for what
+        does not lead here."""
+
+    def announce(self) -> None:
+        """A transaction that was not the store's to commit has ended: look, here and elsewhere, what it wrote."""
 
     async def run(self, run_id: str) -> Run | None:
         """The row of a run."""

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from typing import Final
+from typing import Any, Final
 
 from keiro.errors import KeiroError, MigrationRequired, StoreBusy, StoreError, StoreUnavailable
 
 # PROTOCOL is a race of several connections to set up the WAL, lost too often in a row.
 _SQLITE_LOCKED: Final = frozenset((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL))
+
+_SQLITE_REFUSALS: Final = frozenset(
+    (
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_TOOBIG,
+        sqlite3.SQLITE_RANGE,
+    )
+)
+_BAD_CALL: Final = (sqlite3.ProgrammingError, sqlite3.InterfaceError)
+_PG_REFUSALS: Final = frozenset(("0A", "21", "22", "23", "42"))
+_UNSENDABLE: Final = frozenset(("ProgrammingError", "DataError", "NotSupportedError"))
 
 _CONFLICTS: Final = frozenset(("40001", "40P01", "55P03"))
 _DISCONNECTS: Final = frozenset(("57P01", "57P02", "57P03"))
@@ -40,9 +53,33 @@ def is_disconnect(sqlstate: str | None) -> bool:
     return sqlstate is None or sqlstate.startswith("08") or sqlstate in _DISCONNECTS
 
 
+def is_conflict_error(error: BaseException | None) -> bool:
+    """Whether an error is, wraps or was caused by a conflict with another transaction, on any store: all of the
+    transaction may be tried again, by who began it."""
+    while error is not None:
+        if is_conflict(getattr(error, "sqlstate", None)) or (isinstance(error, sqlite3.Error) and is_busy(error)):
+            return True
+        error = getattr(error, "orig", None) or error.__cause__
+    return False
+
+
 def is_transient(sqlstate: str | None) -> bool:
     """Whether another try may succeed by itself: a conflict, or a server that comes back."""
     return is_conflict(sqlstate) or is_disconnect(sqlstate)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the statement itself was refused (a violated constraint, no such table, a value that its column cannot
+    take) rather than the store being away, busy or full: every other try would end the same."""
+    found: Any = getattr(error, "orig", None) or error
+    if isinstance(found, sqlite3.Error):
+        code = _code(found)
+        return code in _SQLITE_REFUSALS if code is not None else isinstance(found, _BAD_CALL)
+    sqlstate = getattr(found, "sqlstate", None)
+    if sqlstate:
+        return sqlstate[:2] in _PG_REFUSALS
+    # What a driver cannot even send: psycopg says ProgrammingError, others a built-in error.
+    return isinstance(found, ValueError | TypeError | OverflowError) or type(found).__name__ in _UNSENDABLE
 
 
 def sqlite_error(error: BaseException | None) -> sqlite3.Error | None:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.errors import InvalidCall, ProjectionFailed
+from keiro.events import Event
+from keiro.mapper import EventMapper
+from keiro.projections.base import ReadModel
+from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import LEASE_MS, Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.caller import Joined
+from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.transaction import Gate
 
 
 class Database:
@@ -30,6 +39,7 @@ class Database:
         self.workers: dict[int, WorkerRow] = {}
         self.last_worker = 0
         self.open_stores: list[MemoryStore] = []
+        self.kept: dict[str, MemoryRows] = {}
 
 
 _named: dict[str, Database] = {}
@@ -50,6 +60,7 @@ class MemoryStore:
         self._by_run = db.by_run
         self._by_event = db.by_event
         self._workers = db.workers
+        self._kept: MemoryKept | None = None
 
     async def open(self, *, migrate: bool) -> None:
         """Nothing to connect to."""
@@ -71,12 +82,32 @@ class MemoryStore:
         settled: list[tuple[Pending, Outcome]] = []
         for pending in self._queue.take():
             decision = decide(pending.command, self._load(pending.command))
-            outcome = self._write(decision, changed) if decision.events else decision.outcome
+            try:
+                outcome = self._write(decision, changed) if decision.events else decision.outcome
+            except ProjectionFailed as error:
+                pending.fail(error)
+                continue
             settled.append((pending, outcome))
         for pending, outcome in settled:
             pending.settle(outcome)
         if settled:
             self._publish(changed)
+
+    def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
+        """Keep the rows of these projections from now on."""
+        self._kept = MemoryKept(self._db, models, mapper)
+        return self._kept
+
+    def join(self, connection: Any) -> Joined:
+        """No connection leads here."""
+        raise InvalidCall(
+            f"connection={connection!r}: the journal is in memory and can share no transaction with a database. Use a "
+            "sqlite:/// or postgresql:// URL"
+        )
+
+    def announce(self) -> None:
+        """A transaction that was not ours to commit has ended: look, here and in other processes, what it wrote."""
+        self.listener.woken()
 
     def _publish(self, changed: list[Run]) -> None:
         self.listener.committed(changed)
@@ -101,28 +132,35 @@ class MemoryStore:
         if decision.before is None:
             run = replace(run, run_key=len(self._ids) + 1)
             head = replace(head, run_key=run.run_key)
-            self._ids[run.run_key] = run.run_id
-            self._by_run[run.run_key] = []
             outcome = replace(outcome, run=run)
-        self._heads[run.run_key] = head
-        if run is not decision.before:
-            self._runs[run.run_id] = run
-            changed.append(run)
-        events = self._by_run[run.run_key]
-        for one in decision.events:
-            stored = Stored(
-                len(self._journal) + 1,
+        last = len(self._journal)
+        first = head.version - len(decision.events) + 1
+        appended = [
+            Stored(
+                last + n,
                 run.run_key,
-                len(events) + 1,
+                first + n - 1,
                 one.event_id,
                 one.event.TOPIC,
                 one.payload,
                 decision.at_ms,
                 run.run_id,
             )
-            self._journal.append(stored)
-            events.append(stored)
-            self._by_event[run.run_key, one.event_id] = stored
+            for n, one in enumerate(decision.events, 1)
+        ]
+        if self._kept is not None:
+            self._kept.project(appended)  # raises before anything is written
+        if decision.before is None:
+            self._ids[run.run_key] = run.run_id
+            self._by_run[run.run_key] = []
+        self._heads[run.run_key] = head
+        if run is not decision.before:
+            self._runs[run.run_id] = run
+            changed.append(run)
+        self._journal += appended
+        self._by_run[run.run_key] += appended
+        for stored in appended:
+            self._by_event[run.run_key, stored.event_id] = stored
         return outcome
 
     async def run(self, run_id: str) -> Run | None:
@@ -274,3 +312,78 @@ class MemoryStore:
                 changed.append(run)
         if changed:
             self._publish(changed)
+
+
+class MemoryKept:
+    """`Kept` beside a journal in memory: all rows are in dicts, shared as the journal is."""
+
+    gate: Gate | None = None
+
+    def __init__(self, db: Database, models: Sequence[ReadModel], mapper: EventMapper) -> None:
+        self._db = db
+        self._mapper = mapper
+        self._rows = {model.name: db.kept.setdefault(model.name, MemoryRows(model)) for model in models}
+        self._inline = [self._rows[model.name] for model in models if model.mode == "inline"]
+
+    def project(self, appended: Sequence[Stored]) -> None:
+        """Fold events that are about to be appended onto the inline rows. Raises `ProjectionFailed`, with none changed."""
+        until = appended[-1].position
+        planned = []
+        for rows in self._inline:
+            if any(rows.model.wants(stored.topic) for stored in appended):
+                before = self._db.journal[rows.position :]
+                planned.append((rows, rows.plan(self._decoded(rows.model, [*before, *appended]))))
+        for rows, changes in planned:
+            rows.take(changes, until)
+
+    def _decoded(self, model: ReadModel, stored: Sequence[Stored]) -> list[Event]:
+        return decoded(self._mapper, [row for row in stored if model.wants(row.topic)])
+
+    async def setup(self, *, create: bool) -> None:
+        """See `Kept`."""
+        for rows in self._inline:
+            rows.apply(self._decoded(rows.model, self._db.journal[rows.position :]), len(self._db.journal))
+
+    async def head(self) -> int:
+        """See `Kept`."""
+        return len(self._db.journal)
+
+    async def read(self, after: int, until: int, topics: frozenset[str] | None, limit: int) -> list[Event]:
+        """See `Kept`."""
+        found = [row for row in self._db.journal[after:until] if topics is None or row.topic in topics]
+        return decoded(self._mapper, found[:limit])
+
+    async def tracked(self, model: ReadModel) -> int | None:
+        """See `Kept`."""
+        return self._rows[model.name].position
+
+    async def advance(self, model: ReadModel, tracked: int, until: int, events: Sequence[Event]) -> bool:
+        """See `Kept`."""
+        rows = self._rows[model.name]
+        if rows.position != tracked:
+            return False
+        rows.apply(events, until)
+        return True
+
+    async def select(self, model: ReadModel, equals: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `Kept`."""
+        return self._rows[model.name].select(equals)
+
+    async def rebuild(self, model: ReadModel) -> Report:
+        """See `Kept`."""
+        rows = self._rows[model.name]
+        computed = Computed(model)
+        computed.fold(self._decoded(model, self._db.journal[: rows.position]))
+        return rows.mend(computed.rows)
+
+    async def rebuild_runs(self) -> Report:
+        """See `Kept`."""
+        computed = ComputedRuns({})
+        computed.fold(decoded(self._mapper, self._db.journal))
+        updated = 0
+        for name, run in self._db.runs.items():
+            should_be = mended(run, computed.runs.get(name), self._db.heads[run.run_key].owner is not None)
+            if should_be != run:
+                self._db.runs[name] = should_be
+                updated += 1
+        return Report(updated=updated, verified=len(computed.runs) - updated)

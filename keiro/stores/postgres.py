@@ -14,7 +14,8 @@ import uuid
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -22,12 +23,18 @@ from msgspec.structs import replace
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
 from keiro.errors import KeiroError, StoreError, StoreUnavailable
+from keiro.mapper import EventMapper
+from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow
+from keiro.stores.caller import Joined, join_postgres, which_database
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
-from keiro.stores.pq import Connection, ConnectionLost, StatementError, array
+from keiro.stores.kept import Kept
+from keiro.stores.kept_sql import Inline, SqlKept
+from keiro.stores.pq import Connection, ConnectionLost, Param, Result, StatementError, array, sendable
 from keiro.stores.sql import MUTABLE, Program, Sql
+from keiro.stores.transaction import GatedQueue, Snapshot
 
 T = TypeVar("T")
 
@@ -135,8 +142,12 @@ class PostgresStore:
         self.url = url
         self._target = postgres_target(url)
         self._sql = Sql("keiro.", codec)
+        self.sql, self.dialect = self._sql, "postgresql"
+        self._inline: Inline | None = None
+        self._gated: GatedQueue[Pending] | None = None
         self._writer: Connection | None = None
         self._reader: Connection | None = None
+        self._follower: Connection | None = None
         self._offset_ms = 0.0
         self._jobs: list[Callable[[], Awaitable[None]]] = []
         self._nudge: Future[None] | None = None
@@ -152,6 +163,7 @@ class PostgresStore:
         """Connect, and bring the schema up to date or verify it."""
         self._loop = asyncio.get_running_loop()
         self._reading = asyncio.Lock()
+        self._following = asyncio.Lock()
         self._queue = Queue(self._loop, self._flush)
         await self._ensure(migrate)
         self._writer = await self._connect()
@@ -178,12 +190,14 @@ class PostgresStore:
 
     async def close(self) -> None:
         """Commit what is queued and disconnect."""
+        if self._gated is not None:
+            await self._gated.drain()
         self._closing = True
         self._wake_writer()
         await self._writing
         for task in self._background:
             task.cancel()
-        for conn in (self._writer, self._reader):
+        for conn in (self._writer, self._reader, self._follower):
             if conn is not None:
                 await conn.close()
 
@@ -259,6 +273,10 @@ class PostgresStore:
             future: Future[Outcome] = self._loop.create_future()
             future.set_exception(StoreUnavailable("the engine is closed: nothing can be written any more"))
             return future
+        if self._gated is not None and self._inline is not None and self._inline.gates(command):
+            pending = Pending(command, self._loop.create_future())
+            self._gated.put(pending)
+            return pending.future
         return self._queue.put(command)
 
     def _flush(self) -> None:
@@ -297,9 +315,12 @@ class PostgresStore:
 
     async def _commit_known(self, batch: list[Pending]) -> list[Pending]:
         """Write, in one statement, commands whose senders know the state; return those that were wrong or do not."""
-        conn = self._writer
-        if conn is None or conn.closed:
+        writer = self._writer
+        if writer is None or writer.closed:
             return batch
+        conn: Connection | _Projecting = writer
+        if self._inline is not None and self._inline.wants([pending.command for pending in batch]):
+            conn = _Projecting(writer, self._inline)
         if len(batch) == 1:
             return await self._commit_one(conn, batch)
         seal = self._sql.seal
@@ -370,7 +391,7 @@ class PostgresStore:
         for pending, append in appends:
             if append.run_key in keys:
                 assert append.expected is not None
-                pending.settle(Appended(append.expected + len(append.events), append.run))
+                pending.settle(Appended(append.expected + len(append.events)))
             else:
                 left.append(pending)
         left += [pending for pending, _, _ in births.values()]
@@ -378,7 +399,7 @@ class PostgresStore:
         self._published(changed)
         return left
 
-    async def _commit_one(self, conn: Connection, batch: list[Pending]) -> list[Pending]:
+    async def _commit_one(self, conn: Connection | _Projecting, batch: list[Pending]) -> list[Pending]:
         (pending,) = batch
         command = pending.command
         if isinstance(command, Start):
@@ -415,7 +436,7 @@ class PostgresStore:
             return batch
         if not result.rowcount:
             return batch
-        pending.settle(Appended(command.expected + 1, changed))
+        pending.settle(Appended(command.expected + 1))
         self._published(() if changed is None else (changed,))
         return []
 
@@ -434,20 +455,27 @@ class PostgresStore:
             self._sql.seal(start.started.payload),
         ]
 
-    async def _commit_each(self, batch: list[Pending]) -> bool:
+    async def _commit_each(self, batch: list[Pending], snapshot: Snapshot | None = None) -> bool:
         """Load, decide and write one command after the other in one transaction; again after a lost connection.
 
-        False: one of several commands cannot be written, and none was. A single one is told why.
+        False: one of several commands cannot be written, and none was. A single one is told why. With `snapshot` the
+        gate of rows in memory is held: they are projected too, and accepted with the commit.
         """
         deadline = self._loop.time() + RECONNECT_S
+        inline = self._inline
         while True:
             try:
+                if snapshot is not None:
+                    snapshot.rewind()
                 conn = await self._writer_now()
                 await conn.pipeline(_BEGIN)
-                settled = [
-                    (pending, await self._drive(conn, self._sql.execute(pending.command))) for pending in batch
-                ]
+                after = 0 if inline is None else await _drive(conn, inline.head(), typed=True)
+                settled = [(pending, await _drive(conn, self._sql.execute(pending.command))) for pending in batch]
+                if inline is not None:
+                    await _drive(conn, inline.project(after, memory=snapshot is not None), typed=True)
                 await conn.execute("COMMIT")
+                if snapshot is not None:
+                    snapshot.accept()
                 break
             except Exception as error:
                 await self._roll_back()
@@ -485,45 +513,121 @@ class PostgresStore:
             self._alone = False  # we may have missed who came
         return self._reader
 
-    async def _drive(self, conn: Connection, program: Program[T]) -> T:
-        try:
-            statements = next(program)
-            while True:
-                results = await conn.pipeline([(_numbered(sql), _adapted(values)) for sql, values in statements])
-                statements = program.send([list(result.rows) for result in results])
-        except StopIteration as stop:
-            value: T = stop.value
-            return value
-
-    async def _locked(self, program: Callable[[], Program[T]]) -> T:
+    async def _locked(self, program: Callable[[], Program[T]], *, typed: bool = False) -> T:
         """Run a writing program under the lock, in its turn among the batches."""
-        done: Future[T] = self._loop.create_future()
 
-        async def job() -> None:
+        async def job() -> T:
             deadline = self._loop.time() + RECONNECT_S
             while True:
                 try:
                     conn = await self._writer_now()
                     await conn.pipeline(_BEGIN)
-                    result = await self._drive(conn, program())
+                    result = await _drive(conn, program(), typed=typed)
                     await conn.execute("COMMIT")
+                    return result
                 except Exception as error:
                     await self._roll_back()
-                    if _again(error) and self._loop.time() < deadline:
-                        await asyncio.sleep(0.05)
-                        continue
-                    if not done.done():
-                        done.set_exception(self._fault(error))
-                    return
+                    if not _again(error) or self._loop.time() > deadline:
+                        raise self._fault(error) from error
+                await asyncio.sleep(0.05)
+
+        return await self._in_turn(job)
+
+    async def _in_turn(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Let the writer do something between two batches."""
+        done: Future[T] = self._loop.create_future()
+
+        async def job() -> None:
+            try:
+                result = await work()
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
                 if not done.done():
                     done.set_result(result)
-                return
 
         if self._closing:
             raise StoreUnavailable("the engine is closed: nothing can be written any more")
         self._jobs.append(job)
         self._wake_writer()
         return await done
+
+    # Rows of projections, and transactions of callers
+
+    def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
+        """Keep the rows of these projections from now on."""
+        kept = SqlKept(self, models, mapper)
+        self._inline = kept.inline
+        self._gated = None if kept.gate is None else GatedQueue(kept.gate, self._commit_gated)
+        return kept
+
+    async def _commit_gated(self, batch: list[Pending], snapshot: Snapshot) -> None:
+        if not await self._in_turn(lambda: self._commit_each(batch, snapshot)):
+            raise StoreError(f"one of {len(batch)} commands cannot be written; none was")
+
+    async def transact(self, program: Callable[[], Program[T]], *, locked: bool) -> T:
+        """Run a program in a transaction. What needs no lock does not wait for the batches."""
+        if locked:
+            return await self._locked(program, typed=True)
+        deadline = self._loop.time() + RECONNECT_S
+        async with self._following:
+            while True:
+                try:
+                    conn = await self._follower_now()
+                    await conn.execute("BEGIN")
+                    result = await _drive(conn, program(), typed=True)
+                    await conn.execute("COMMIT")
+                    return result
+                except Exception as error:
+                    if self._follower is not None and not self._follower.closed and self._follower.in_transaction:
+                        with suppress(ConnectionLost, StatementError):
+                            await self._follower.execute("ROLLBACK")
+                    if not _again(error) or self._loop.time() > deadline:
+                        raise self._fault(error) from error
+                await asyncio.sleep(0.05)
+
+    async def _follower_now(self) -> Connection:
+        if self._follower is None or self._follower.closed:
+            self._follower = await self._connect()
+        return self._follower
+
+    async def query(self, program: Callable[[], Program[T]]) -> T:
+        """Run a program that only reads."""
+        async with self._reading:
+            for last in (False, True):
+                conn = await self._reader_now()
+                try:
+                    return await _drive(conn, program(), typed=True)
+                except ConnectionLost as error:
+                    if last:
+                        raise self._fault(error) from error
+                except StatementError as error:
+                    raise self._fault(error) from error
+        raise AssertionError("unreachable")
+
+    async def create_tables(self, models: Sequence[ReadModel], *, create: bool) -> None:
+        """Create the tables of projections, or check them."""
+        import psycopg
+
+        from keiro.stores.tables import create_on_postgres
+
+        connect = partial(psycopg.connect, self.url)
+        await asyncio.to_thread(create_on_postgres, connect, models, create=create, target=self._target)
+
+    def announce(self) -> None:
+        """A transaction that was not ours to commit has ended: look, here and in other processes, what it wrote."""
+        self.listener.woken()
+        if not self._alone:
+            self._notify()
+
+    def join(self, connection: Any) -> Joined:
+        """The journal through a caller's connection."""
+        return join_postgres(connection, self._database, self._target, self._sql, self._inline, LOCK_KEY)
+
+    async def _database(self) -> tuple[Any, ...]:
+        ((row,),) = await self.query(lambda: which_database())
+        return tuple(row)
 
     # Reading
 
@@ -631,6 +735,50 @@ class PostgresStore:
     async def adopt_orphans(self) -> bool:
         """Make pending what is owned by no listed worker."""
         return await self._locked(self._sql.adopt_orphans)
+
+
+class _Projecting:
+    """Stands in for the writer's connection where a batch concerns inline projections: the one statement of the batch
+    becomes a transaction, under the lock from its beginning, that projects what the statement appended."""
+
+    closed = False
+
+    def __init__(self, conn: Connection, inline: Inline) -> None:
+        self._conn = conn
+        self._inline = inline
+
+    async def execute(self, sql: str, params: Sequence[Param]) -> Result:
+        """Run the statement, project, commit. Raises `ProjectionFailed`, then with nothing written."""
+        conn = self._conn
+        try:
+            await conn.pipeline(_BEGIN)
+            after = await _drive(conn, self._inline.head(), typed=True)
+            result = await conn.execute(sql, params)
+            await _drive(conn, self._inline.project(after, memory=False), typed=True)
+            await conn.execute("COMMIT")
+        except BaseException:
+            if not conn.closed and conn.in_transaction:
+                with suppress(ConnectionLost, StatementError):
+                    await conn.execute("ROLLBACK")
+            raise
+        return result
+
+
+async def _drive(conn: Connection, program: Program[T], *, typed: bool = False) -> T:
+    """Run a program; `typed`, its values and rows are of any type psycopg knows, else of ours as text."""
+    adapted, loaded = (sendable, attrgetter("values")) if typed else (_adapted, attrgetter("rows"))
+    try:
+        statements = next(program)
+        while True:
+            try:
+                results = await conn.pipeline([(_numbered(sql), adapted(values)) for sql, values in statements])
+            except Exception as error:
+                statements = program.throw(error)
+            else:
+                statements = program.send([list(loaded(result)) for result in results])
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
 
 
 _HISTORIES: Final = (

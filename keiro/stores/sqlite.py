@@ -18,12 +18,18 @@ from msgspec.structs import replace
 
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Decision, Outcome, Start, Stored, born, releases
-from keiro.errors import KeiroError, StoreBusy
+from keiro.errors import KeiroError, ProjectionFailed, StoreBusy
+from keiro.mapper import EventMapper
+from keiro.projections.base import ReadModel
 from keiro.rows import RUN_COLUMNS, Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.caller import Joined, join_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
+from keiro.stores.kept import Kept
+from keiro.stores.kept_sql import Inline, SqlKept
 from keiro.stores.sql import Program, Sql
+from keiro.stores.transaction import GatedQueue, Snapshot
 from keiro.stores.wake import WakeSocket
 
 T = TypeVar("T")
@@ -44,6 +50,9 @@ class SQLiteStore:
         self.now_ms = clock
         self._synchronous = _SYNCHRONOUS[durability]
         self._sql = Sql("", codec)
+        self.sql, self.dialect = self._sql, "sqlite"
+        self._inline: Inline | None = None
+        self._gated: GatedQueue[Pending] | None = None
         self._busy_since: float | None = None
         self._retry: asyncio.TimerHandle | None = None
 
@@ -80,6 +89,8 @@ class SQLiteStore:
     async def close(self) -> None:
         """Commit what is queued and close the file."""
         self._poll.cancel()
+        if self._gated is not None:
+            await self._gated.drain()
         while self._queue.waiting:
             self._flush()
             if self._queue.waiting:
@@ -117,6 +128,10 @@ class SQLiteStore:
 
     def submit(self, command: Command) -> Future[Outcome]:
         """Queue a command for the commit of this tick."""
+        if self._gated is not None and self._inline is not None and self._inline.gates(command):
+            pending = Pending(command, self._loop.create_future())
+            self._gated.put(pending)
+            return pending.future
         return self._queue.put(command)
 
     def _flush(self) -> None:
@@ -163,9 +178,13 @@ class SQLiteStore:
 
     def _commit(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
         conn = self._conn
+        inline = self._inline
         conn.execute("BEGIN IMMEDIATE")
         try:
-            done = self._write_known(batch)
+            if inline is None or not (inline.memory or inline.wants([pending.command for pending in batch])):
+                done = self._write_known(batch)
+            else:
+                done = self._write_and_project(batch, inline)
             if done is None:
                 conn.execute("ROLLBACK")
                 conn.execute("BEGIN IMMEDIATE")
@@ -176,6 +195,36 @@ class SQLiteStore:
                 conn.execute("ROLLBACK")
             raise
         return done
+
+    def _write_and_project(
+        self, batch: list[Pending], inline: Inline
+    ) -> tuple[list[tuple[Pending, Outcome]], list[Run]] | None:
+        """As `_write_known`; None too if a projection refuses one of the commands: each is then tried by itself."""
+        after = self._drive(inline.head())
+        done = self._write_known(batch)
+        if done is not None:
+            try:
+                self._drive(inline.project(after, memory=inline.memory))
+            except ProjectionFailed:
+                return None
+        return done
+
+    async def _commit_gated(self, batch: list[Pending], snapshot: Snapshot) -> None:
+        """Write commands whose sender holds the gate of rows in memory; raise if nothing was written."""
+        deadline = self._loop.time() + BUSY_LIMIT_S
+        while True:
+            snapshot.rewind()
+            try:
+                settled, changed = self._commit(batch)
+                break
+            except sqlite3.Error as error:
+                if not is_busy(error) or self._loop.time() > deadline:
+                    raise sqlite_fault(error, self.path) from error
+            await asyncio.sleep(BUSY_RETRY_S)
+        snapshot.accept()
+        for pending, outcome in settled:
+            pending.settle(outcome)
+        self._published(changed)
 
     def _write_known(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]] | None:
         """Write commands whose senders know the state, all at once; None if one of them was wrong (or none knows)."""
@@ -207,7 +256,7 @@ class SQLiteStore:
                     (releasing if releases(command.events, run) else advances).append(fence)
                     rows.append(self._sql.changed_values(run))
                     changed.append(run)
-                settled.append((pending, Appended(version, run)))
+                settled.append((pending, Appended(version)))
             else:
                 run = born(command)
                 found = execute(text.insert_run_if_new, self._sql.run_values(run)).fetchone()
@@ -232,12 +281,16 @@ class SQLiteStore:
 
     def _write_each(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
         """Load, decide and write one command after the other, each in a savepoint of its own."""
+        inline = self._inline
         settled: list[tuple[Pending, Outcome]] = []
         changed: list[Run] = []
         for pending in batch:
             self._conn.execute("SAVEPOINT one")
             try:
+                after = 0 if inline is None else self._drive(inline.head())
                 outcome, decision = self._drive(self._sql.execute(pending.command))
+                if inline is not None and decision.events:
+                    self._drive(inline.project(after, memory=inline.memory))
             except (sqlite3.DataError, sqlite3.IntegrityError, KeiroError) as error:
                 self._conn.execute("ROLLBACK TO one")
                 self._conn.execute("RELEASE one")
@@ -254,7 +307,12 @@ class SQLiteStore:
         try:
             statements = next(program)
             while True:
-                statements = program.send([execute(sql, values).fetchall() for sql, values in statements])
+                try:
+                    results = [execute(sql, values).fetchall() for sql, values in statements]
+                except Exception as error:
+                    statements = program.throw(error)
+                else:
+                    statements = program.send(results)
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -283,6 +341,41 @@ class SQLiteStore:
             return self._conn.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise sqlite_fault(error, self.path) from error
+
+    # Rows of projections, and transactions of callers
+
+    def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
+        """Keep the rows of these projections from now on."""
+        kept = SqlKept(self, models, mapper)
+        self._inline = kept.inline
+        self._gated = None if kept.gate is None else GatedQueue(kept.gate, self._commit_gated)
+        return kept
+
+    async def transact(self, program: Callable[[], Program[T]], *, locked: bool) -> T:
+        """Run a program in a transaction: any that writes has the only lock there is."""
+        return await self._locked(program)
+
+    async def query(self, program: Callable[[], Program[T]]) -> T:
+        """Run a program that only reads."""
+        try:
+            return self._drive(program())
+        except sqlite3.Error as error:
+            raise sqlite_fault(error, self.path) from error
+
+    async def create_tables(self, models: Sequence[ReadModel], *, create: bool) -> None:
+        """Create the tables of projections, or check them."""
+        from keiro.stores.tables import create_on_sqlite
+
+        await asyncio.to_thread(create_on_sqlite, self.path, models, create=create)
+
+    def announce(self) -> None:
+        """A transaction that was not ours to commit has ended: look, here and in other processes, what it wrote."""
+        self.listener.woken()
+        self._wake.send()
+
+    def join(self, connection: Any) -> Joined:
+        """The journal through a caller's connection."""
+        return join_sqlite(connection, self.path, self._sql, self._inline)
 
     # Reading
 
