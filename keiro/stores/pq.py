@@ -387,9 +387,7 @@ class Connection:
                 self._answers.append(answer)
         while (notification := pgconn.notifies()) is not None:
             if self._on_notify is not None:
-                # A database in SQL_ASCII may hold bytes that are not UTF-8; they must not stop the reading here.
-                channel = notification.relname.decode("utf-8", "replace")
-                payload = notification.extra.decode("utf-8", "replace")
+                channel, payload = notification.relname.decode(), notification.extra.decode()
                 self._loop.call_soon(self._on_notify, channel, payload)
         if pgconn.status == _BAD:  # libpq could make no sense of what it read, and closed the socket
             raise psycopg.OperationalError(pgconn.get_error_message())
