@@ -60,7 +60,6 @@ class Worker:
         self._renewed_at = 0.0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._others_expire_at_ms: int | None = None
         self._reported: set[str] = set()
         self._sealed = False
         self._strays: set[int] = set()
@@ -71,6 +70,7 @@ class Worker:
         self.key = await self._store.register(self._incarnation)
         self._renewed_at = loop.time()
         await self._bury_dead()
+        await self._store.adopt_orphans()
         await self.report_unregistered()
         self._tasks = [loop.create_task(self._keep_lease(), name="keiro lease")]
         if self._claims:
@@ -144,6 +144,8 @@ class Worker:
 
     async def report_unregistered(self) -> None:
         """Report, once each, workflows that have pending runs and are not registered here."""
+        if not self._claims:
+            return
         for name in await self._store.unregistered(self._workflows):
             if name not in self._reported:
                 self._reported.add(name)
@@ -208,28 +210,20 @@ class Worker:
             await asyncio.sleep(SAFETY_POLL_S)
             try:
                 self._employer.tick()
-                if self._others_expire_at_ms is None or self._store.now_ms() > self._others_expire_at_ms:
-                    await self._bury_dead()
-                    await self.report_unregistered()
+                await self._bury_dead()
+                await self.report_unregistered()
             except StoreError as error:
                 self._employer.report("store_away", "", error=str(error))
 
     async def _bury_dead(self) -> None:
         now = self._store.now_ms()
-        earliest = now + RENEW_MS
-        buried = False
+        host = self._incarnation.host
         for row in await self._store.workers():
-            if row.worker_key == self.key:
+            if row.worker_key == self.key or (row.lease_expires_at_ms > now and not provably_gone(row, host)):
                 continue
-            if row.lease_expires_at_ms <= now or provably_gone(row, self._incarnation.host):
-                if await self._store.bury(row):
-                    buried = True
-                    self._employer.report("worker_buried", "", worker=row.worker_id, host=row.host, pid=row.pid)
-            else:
-                earliest = min(earliest, row.lease_expires_at_ms)
-        self._others_expire_at_ms = earliest
-        if await self._store.adopt_orphans() or buried:
-            self.wake()
+            if await self._store.bury(row):
+                self._employer.report("worker_buried", "", worker=row.worker_id, host=row.host, pid=row.pid)
+                self.wake()
 
 
 def incarnation() -> Incarnation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,17 @@ async def check_ended(engine: keiro.Engine) -> None:
         assert len(steps) == len(set(steps)), f"{run_id} recorded a step twice: {steps}"
         head = await engine.store.head(run_id)
         assert head is not None and head[1].owner is None
+
+
+async def paced_effect(run_id: str, name: str) -> str:
+    await asyncio.sleep(0.002)
+    note("effects", f"{os.getpid()} {run_id} {name} {time.monotonic_ns()}")
+    return name
+
+
+@keiro.workflow
+async def chain(run: keiro.WorkflowRun, n: int) -> int:
+    """Steps one after the other, each long enough for a kill to hit it."""
+    for i in range(n):
+        await run.step(paced_effect, run.id, f"s{i}", key=f"s{i}")
+    return n
