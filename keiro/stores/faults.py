@@ -139,7 +139,7 @@ def postgres_fault(sqlstate: str | None, message: str, target: str) -> KeiroErro
 
     `target` is shown to the user: give it without the password, as `postgres_target` does.
     """
-    reason = " ".join(message.split())
+    reason = " ".join(message.split()).rstrip(".?")
     if is_conflict(sqlstate):
         return StoreBusy(
             f"{target} could not finish beside others ({reason}); nothing was written. Try again."

@@ -376,8 +376,9 @@ def test_only_conflicts_and_lost_connections_are_worth_another_try(
 def test_a_fault_of_postgres_says_what_and_where_and_what_to_do(
     sqlstate: str | None, error: type[KeiroError], advice: str
 ) -> None:
-    fault = postgres_fault(sqlstate, "it\n  failed", "postgresql://db/runs")
+    fault = postgres_fault(sqlstate, "it\n  failed?\n", "postgresql://db/runs")
 
     assert type(fault) is error
     for part in ("it failed", "postgresql://db/runs", advice):
         assert part in str(fault)
+    assert "?" not in str(fault)
