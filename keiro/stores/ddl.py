@@ -51,9 +51,7 @@ class Dialect(Protocol):
     def refuse(self, message: str) -> str:
         """The statement of a trigger that fails what fired it, as a violated constraint does."""
 
-    def trigger(
-        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
-    ) -> list[str]:
+    def trigger(self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None) -> list[str]:
         """The statements that create a trigger. `event` reads like `BEFORE UPDATE OF a, b`; `when` may use
         NEW, OLD and subqueries."""
 
@@ -92,9 +90,7 @@ class SQLite:
 
     def json(self, column: str) -> str:
         """Text that parses."""
-        return (
-            f"{column} TEXT CHECK ({column} IS NULL OR (typeof({column}) = 'text' AND json_valid({column})))"
-        )
+        return f"{column} TEXT CHECK ({column} IS NULL OR (typeof({column}) = 'text' AND json_valid({column})))"
 
     def storage(self, **options: float) -> str:
         """SQLite has none."""
@@ -104,9 +100,7 @@ class SQLite:
         """ABORT undoes the statement and leaves the transaction to its owner."""
         return f"SELECT RAISE(ABORT, {_literal(message)})"
 
-    def trigger(
-        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
-    ) -> list[str]:
+    def trigger(self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None) -> list[str]:
         """One statement."""
         condition = f" WHEN {when}" if when else ""
         steps = " ".join(f"{step};" for step in body)
@@ -153,9 +147,7 @@ class Postgres:
         """Raised as an integrity error (23001), like every violated constraint."""
         return f"RAISE EXCEPTION USING MESSAGE = {_literal(message)}, ERRCODE = 'restrict_violation'"
 
-    def trigger(
-        self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None
-    ) -> list[str]:
+    def trigger(self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None) -> list[str]:
         """A function and its trigger, of one name. The condition stands in the function, because the WHEN of
         a trigger takes no subquery."""
         steps = " ".join(f"{step};" for step in body)

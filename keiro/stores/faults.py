@@ -113,9 +113,7 @@ def sqlite_fault(error: BaseException, path: str) -> KeiroError:
                 "use."
             )
         case sqlite3.SQLITE_FULL:
-            return StoreUnavailable(
-                f"no space is left for {path}; nothing was written. Free some, then try again."
-            )
+            return StoreUnavailable(f"no space is left for {path}; nothing was written. Free some, then try again.")
         case sqlite3.SQLITE_NOTADB:
             return StoreUnavailable(
                 f"{path} is not an SQLite database, or is encrypted. Give the path of another file; one that "
@@ -141,9 +139,7 @@ def postgres_fault(sqlstate: str | None, message: str, target: str) -> KeiroErro
     """
     reason = " ".join(message.split()).rstrip(".?")
     if is_conflict(sqlstate):
-        return StoreBusy(
-            f"{target} could not finish beside others ({reason}); nothing was written. Try again."
-        )
+        return StoreBusy(f"{target} could not finish beside others ({reason}); nothing was written. Try again.")
     # A refused connection carries its reason in words only, so the words are read where there is no code.
     match sqlstate:
         case "28P01" | "28000":
@@ -171,9 +167,7 @@ def postgres_fault(sqlstate: str | None, message: str, target: str) -> KeiroErro
                 "Connect to the primary."
             )
         case "53100":
-            return StoreUnavailable(
-                f"{target} has no disk space left ({reason}); nothing was written. Free some."
-            )
+            return StoreUnavailable(f"{target} has no disk space left ({reason}); nothing was written. Free some.")
         case "53300":
             return StoreUnavailable(
                 f"{target} has no connection left ({reason}). Raise max_connections or close other clients."

@@ -148,9 +148,7 @@ def ensure_sqlite(path: str, *, mode: Mode = "migrate", timeout: float = 30.0) -
             f"this Python has SQLite {sqlite3.sqlite_version} and keiro needs {needed}: use a newer Python."
         )
     if path in ("", ":memory:"):
-        raise StoreUnavailable(
-            "an SQLite database without a file has one connection: give a path, or memory://."
-        )
+        raise StoreUnavailable("an SQLite database without a file has one connection: give a path, or memory://.")
     deadline = time.monotonic() + timeout
     pause = 0.001
     while True:
@@ -198,9 +196,7 @@ def ensure_postgres(conninfo: str, *, mode: Mode = "migrate", timeout: float = 3
         import psycopg
         from psycopg.conninfo import conninfo_to_dict, make_conninfo
     except ImportError as error:
-        raise StoreUnavailable(
-            f"Postgres needs psycopg ({error}): pip install 'keiro-durable[postgres]'."
-        ) from error
+        raise StoreUnavailable(f"Postgres needs psycopg ({error}): pip install 'keiro-durable[postgres]'.") from error
 
     target = postgres_target(conninfo)
     if not conninfo_to_dict(conninfo).get("connect_timeout"):

@@ -108,8 +108,7 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         f"CREATE INDEX keiro_runs_wake_idx ON {runs} (wake_at_ms, run_key)"
         " WHERE status = 'suspended' AND wake_at_ms IS NOT NULL",
         f"CREATE INDEX keiro_runs_parent_idx ON {runs} (parent_run_id) WHERE parent_run_id IS NOT NULL",
-        f"CREATE UNIQUE INDEX keiro_runs_lineage_idx ON {runs} (lineage_id, round_ordinal)"
-        " WHERE round_ordinal > 0",
+        f"CREATE UNIQUE INDEX keiro_runs_lineage_idx ON {runs} (lineage_id, round_ordinal) WHERE round_ordinal > 0",
         f"CREATE INDEX keiro_run_heads_owner_idx ON {heads} (owner) WHERE owner IS NOT NULL",
         f"CREATE INDEX keiro_workers_lease_idx ON {workers} (lease_expires_at_ms)",
     ]
@@ -125,8 +124,7 @@ def _triggers(d: ddl.Dialect) -> list[str]:
             "BEFORE UPDATE OF run_key, run_id, created_at_ms",
             runs,
             [d.refuse("run_key, run_id and created_at_ms of a run never change")],
-            when="NEW.run_key <> OLD.run_key OR NEW.run_id <> OLD.run_id"
-            " OR NEW.created_at_ms <> OLD.created_at_ms",
+            when="NEW.run_key <> OLD.run_key OR NEW.run_id <> OLD.run_id OR NEW.created_at_ms <> OLD.created_at_ms",
         ),
         # A snapshot that outlived its run would be taken for the state of the next run with the same id.
         *d.trigger(

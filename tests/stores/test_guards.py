@@ -91,9 +91,7 @@ def test_integers_lie_between_0_and_2_to_the_53(
 
 
 @pytest.mark.parametrize(("table", "column", "row"), [*COUNTS, ("keiro_journal", "version", EVENT)])
-def test_counts_are_32_bit_and_not_negative(
-    database: Database, table: str, column: str, row: dict[str, Any]
-) -> None:
+def test_counts_are_32_bit_and_not_negative(database: Database, table: str, column: str, row: dict[str, Any]) -> None:
     for bad in (-1, 2**31):
         refuses(database, table, row | {column: bad})
 
@@ -101,9 +99,7 @@ def test_counts_are_32_bit_and_not_negative(
 
 
 @pytest.mark.parametrize(("table", "column", "row"), [*KEYS, ("keiro_journal", "version", EVENT)])
-def test_keys_and_versions_begin_at_1(
-    database: Database, table: str, column: str, row: dict[str, Any]
-) -> None:
+def test_keys_and_versions_begin_at_1(database: Database, table: str, column: str, row: dict[str, Any]) -> None:
     refuses(database, table, row | {column: 0})
 
 
@@ -119,9 +115,7 @@ def test_sqlite_takes_nothing_but_integers_for_integers(
 
 
 @pytest.mark.parametrize(("table", "column", "row"), JSON)
-def test_json_columns_take_json_only(
-    database: Database, table: str, column: str, row: dict[str, Any]
-) -> None:
+def test_json_columns_take_json_only(database: Database, table: str, column: str, row: dict[str, Any]) -> None:
     for bad in ("", "{", "{'a': 1}", "NaN", "[1] 2", b"{"):
         refuses(database, table, row | {column: bad})
 
@@ -223,9 +217,7 @@ def recorded(database: Database) -> Database:
         database.insert("keiro_run_heads", {"run_key": key, "version": 2})
         for version in (1, 2):
             event_id = bytes([key, version]) * 8
-            database.insert(
-                "keiro_journal", EVENT | {"run_key": key, "version": version, "event_id": event_id}
-            )
+            database.insert("keiro_journal", EVENT | {"run_key": key, "version": version, "event_id": event_id})
         database.insert("keiro_snapshots", TABLES["keiro_snapshots"] | {"originator_id": run_id})
     return database
 
@@ -282,9 +274,7 @@ def attack(database: Database, sql: str, fresh: str) -> None:
 @pytest.mark.parametrize("recursive", ["ON", "OFF"])
 @pytest.mark.parametrize("sql", [*EVERYWHERE, *SQLITE_ONLY])
 @pytest.mark.parametrize("empty", ["sqlite"], indirect=True)
-def test_no_statement_changes_the_journal_on_sqlite(
-    recorded: SQLiteDatabase, sql: str, recursive: str
-) -> None:
+def test_no_statement_changes_the_journal_on_sqlite(recorded: SQLiteDatabase, sql: str, recursive: str) -> None:
     recorded.pragmas.append(f"recursive_triggers = {recursive}")
 
     attack(recorded, sql, "x'30313233343536373839616263646566'")
@@ -307,9 +297,7 @@ def test_what_a_run_is_never_changes(recorded: Database) -> None:
 
 
 def test_how_a_run_stands_may_change(recorded: Database) -> None:
-    recorded.rows(
-        "UPDATE keiro_runs SET status = 'failed', finished_at_ms = 9, created_at_ms = 5 WHERE key = '1'"
-    )
+    recorded.rows("UPDATE keiro_runs SET status = 'failed', finished_at_ms = 9, created_at_ms = 5 WHERE key = '1'")
 
     assert recorded.rows("SELECT status FROM keiro_runs ORDER BY run_key") == [("failed",), ("pending",)]
 
@@ -352,8 +340,6 @@ def test_a_run_that_is_replaced_takes_its_journal_along_on_keiros_connections(
     recorded.pragmas.append("recursive_triggers = ON")
 
     columns = ", ".join(RUN)
-    recorded.rows(
-        f"INSERT OR REPLACE INTO keiro_runs ({columns}) SELECT {columns} FROM keiro_runs WHERE key = '1'"
-    )
+    recorded.rows(f"INSERT OR REPLACE INTO keiro_runs ({columns}) SELECT {columns} FROM keiro_runs WHERE key = '1'")
 
     assert recorded.rows("SELECT DISTINCT run_key FROM keiro_journal") == [(2,)]
