@@ -180,7 +180,10 @@ class PostgresStore:
             if not listen:
                 conn = await Connection.connect(self.url)
                 # Arrays of any length take the same plan; planning these statements costs more than running them.
-                await conn.simple("SET plan_cache_mode = force_generic_plan")
+                # Under a stricter isolation the look after the lock would still see what was before it.
+                await conn.simple(
+                    "SET plan_cache_mode = force_generic_plan; SET default_transaction_isolation = 'read committed'"
+                )
                 return conn
             conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
             await conn.simple(f"LISTEN {CHANNEL}")
