@@ -77,7 +77,7 @@ class Tagged(msgspec.Struct, tag=True):
 class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
-    number: int = pydantic.Field(alias="Number")
+    number: int = pydantic.Field(validation_alias="Number", serialization_alias="n")
     when: datetime = datetime(2024, 1, 1, tzinfo=UTC)
     tags: set[str] = {"a"}
 

@@ -167,6 +167,8 @@ def test_a_value_that_would_not_come_back_is_refused_with_its_path(value: Any, p
         5e-324,
         sys.float_info.max,
         ["]" * 600, "{" * 600, '\\"[', "\\"],
+        ['"', "[" * 600],
+        ["\\", "[" * 600, '\\"'],
         [[]] * 3000,
     ],
     ids=lambda value: repr(value)[:20],
