@@ -189,8 +189,6 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         state = "".join(f", {name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}(id={self._keiro_id!r}, version={self._keiro_version}{state})"

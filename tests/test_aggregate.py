@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from keiro.commands import event
+from keiro.definition import step
 from keiro.errors import (
     DecodeFailed,
     InvalidCall,
@@ -187,6 +189,18 @@ class Unrelated(WorkflowRun, name="unrelated"):
 def test_what_is_no_command_of_the_class_is_refused(method: Any) -> None:
     with pytest.raises(InvalidCall, match=r"Basket"):
         new_events(Basket(), method, (), {})
+
+
+def test_a_step_or_another_callable_of_the_class_is_no_command() -> None:
+    class Stepping(WorkflowRun, name="stepping"):
+        charge = step(name="charge")(lambda self: None)
+        size = functools.partial(len)
+
+        async def execute(self) -> None: ...
+
+    for method in (Stepping.charge, Stepping.size):
+        with pytest.raises(InvalidCall, match="is not a command of"):
+            new_events(Stepping(), method, (), {})
 
 
 def test_a_decorated_method_refuses_an_instance_of_another_class() -> None:
@@ -445,6 +459,7 @@ def test_the_fold_of_the_stored_events_equals_the_instance_that_took_the_command
         lambda events: [*events[:3], placed(events[3], "wf:basket-8", 4, AT_MS)],
         lambda events: [*events, events[0]],
         lambda events: events[1:],
+        lambda events: [placed(events[0], RUN, 2, AT_MS)],
         lambda events: [],
     ],
     ids=[
@@ -455,6 +470,7 @@ def test_the_fold_of_the_stored_events_equals_the_instance_that_took_the_command
         "of another run",
         "start twice",
         "no start",
+        "start is no first event",
         "empty",
     ],
 )
@@ -549,7 +565,8 @@ def test_aggregates_are_equal_when_their_classes_and_states_are() -> None:
 
     assert one == later == bare
     assert one != fold(Basket, history())
-    assert Basket() != Unrelated()
+    assert Basket() != type("Other", (Basket,), {})()
+    assert Basket() != 5
     assert fold(WorkflowRun, history()) == WorkflowRun()
 
 
@@ -573,6 +590,16 @@ def test_a_copy_is_the_same_run_with_a_state_of_its_own(copied: Callable[[Basket
     assert (twin.id, twin.version, twin.items) == (RUN, 4, ["a", "b", "c"])
     assert (twin.created_on, len(twin.pending_events)) == (basket.created_on, 2)
     assert (basket.version, basket.items, len(basket.pending_events)) == (3, ["a", "b"], 1)
+
+
+def test_a_shallow_copy_collects_its_own_events() -> None:
+    basket = Basket()
+    basket.add("a")
+
+    twin = copy.copy(basket)
+    twin.add("b")
+
+    assert (len(basket.pending_events), len(twin.pending_events)) == (1, 2)
 
 
 def test_users_may_name_their_own_fields_like_the_librarys_private_ones() -> None:

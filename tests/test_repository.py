@@ -251,7 +251,9 @@ def test_the_mechanism_of_the_library_takes_and_puts_snapshots_too(baskets: RunR
     baskets.snapshot_store.put([type(basket).Snapshot.take(basket)])
 
     [found] = baskets.snapshot_store.get(RUN, desc=True, limit=1)
-    assert found.mutate(None) == basket  # type: ignore[attr-defined]
+    one, other = found.mutate(None), found.mutate(None)  # type: ignore[attr-defined]
+    one.add("b")
+    assert other == basket
     with pytest.raises(InvalidCall, match="not a snapshot of a run"):
         baskets.snapshot_store.put([add("a")])
 
@@ -319,6 +321,12 @@ class Rich(WorkflowRun, name="rich"):
     colour: Colour = Colour.RED
     level: Level = Level.HIGH
     raw: bytes = b""
+    nested: Inner | None = None
+
+    class Inner(msgspec.Struct):
+        """A class that only the class around it names."""
+
+        y: int
 
     def __init__(self) -> None:
         self.undeclared = {"n": [1, 2.5, None, True, "x"]}
@@ -331,6 +339,7 @@ class Rich(WorkflowRun, name="rich"):
         self.points = {3: Point(4)}
         self.pairs = (Pair(1),)
         self.raw = b"\x00\xff"
+        self.nested = self.Inner(5)
 
     async def execute(self) -> None: ...
 
@@ -361,6 +370,7 @@ def test_declared_fields_are_restored_by_their_annotation() -> None:
         {1},
         {1: "a"},
         {"a": (1,)},
+        {Level.HIGH: 1},
         [Level.HIGH],
         Level.HIGH,
         Colour.RED,
@@ -426,6 +436,23 @@ def test_the_snapshot_of_an_older_class_is_upcast_or_passed_over(
     runs = repository(Journal(mapper, "wf:migrated-7").read, mapper, snapshots)
 
     assert runs.get("wf:migrated-7").amounts == amounts
+
+
+def test_a_snapshot_is_restored_by_the_engines_own_class() -> None:
+    def define() -> type[WorkflowRun]:
+        class Twice(WorkflowRun, name="twice"):
+            async def execute(self) -> None: ...
+
+        return Twice
+
+    own, newer = define(), define()
+    mapper = EventMapper([workflow_of(own)])
+    runs = repository(Journal(mapper, "wf:twice-7").read, mapper, MemorySnapshots())
+
+    assert type(runs.get("wf:twice-7")) is own
+    runs.take_snapshot("wf:twice-7")
+    assert type(runs.get("wf:twice-7")) is own
+    assert EventMapper().aggregate("twice") is newer
 
 
 def test_a_snapshot_says_the_version_of_its_class() -> None:
