@@ -41,8 +41,7 @@ def encode(value: Any, *, where: str, limit: int = PAYLOAD_LIMIT) -> bytes:
     if (
         "null" in text
         or ("\\" in text and "\\u0000" in text)
-        or ("N" in text and "NaN" in text)
-        or ("I" in text and "Infinity" in text)
+        or _may_name_no_number(text)
         or size > 2 * MAX_DEPTH
         or size > limit
     ):
@@ -79,13 +78,17 @@ def _examine(value: Any, data: bytes, text: str, where: str, limit: int) -> None
             where=where,
             path="$",
         )
-    if (len(data) > 2 * MAX_DEPTH and _too_deep(data)) or ("\\u0000" in text and _NUL(text)):
+    if (len(data) > 2 * MAX_DEPTH and _too_deep(data)) or ("\\" in text and "\\u0000" in text and _NUL(text)):
         raise _refused(value, where)
     # msgspec writes NaN as null. MessagePack keeps the float's bits: searching them is no walk in Python.
     suspect = "null" in text and _maybe_not_finite(value)
-    suspect = suspect or (("NaN" in text or "Infinity" in text) and _DECIMAL_NOT_FINITE(text) is not None)
+    suspect = suspect or (_may_name_no_number(text) and _DECIMAL_NOT_FINITE(text) is not None)
     if suspect and (found := find(value, MAX_DEPTH)):
         raise _rejected(where, *found)
+
+
+def _may_name_no_number(text: str) -> bool:
+    return ("N" in text and "NaN" in text) or ("I" in text and "Infinity" in text)
 
 
 def _maybe_not_finite(value: Any) -> bool:
