@@ -179,7 +179,7 @@ class PostgresServer:
 
     def _launch(self, port: int) -> bool:
         settings = [f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories="]
-        settings += ["max_connections=200"]
+        settings += ["max_connections=300"]
         if not self.durable:
             settings += ["fsync=off", "full_page_writes=off"]
         server = [str(self._binaries / "postgres"), "-D", str(self._base / "data")]
