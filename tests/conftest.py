@@ -16,7 +16,9 @@ from keiro.testing.postgres import PostgresServer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=float, metavar="SECONDS", help="run the soak tests too, and each long test for so long")
+    parser.addoption(
+        "--soak", type=float, metavar="SECONDS", help="run the soak tests too, and each long test for so long"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

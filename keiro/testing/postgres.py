@@ -208,9 +208,7 @@ class PostgresServer:
         try:
             import psycopg
         except ImportError as error:
-            raise PostgresNotFound(
-                "psycopg is not installed; run: pip install 'keiro-durable[postgres]'"
-            ) from error
+            raise PostgresNotFound("psycopg is not installed; run: pip install 'keiro-durable[postgres]'") from error
         with psycopg.connect(self.url(database), autocommit=True) as connection:
             cursor = connection.execute(sql.encode(), parameters)
             return cursor.fetchall() if cursor.description else []
