@@ -20,7 +20,7 @@ from uuid import UUID
 import msgspec
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -559,6 +559,7 @@ _DATA = st.recursive(
 _TYPES = st.sampled_from([ValueError, KeyError, LookupError, Strange, RuntimeError])
 
 
+@example(kind=ValueError, args=[None, "\0"], attributes={}, notes=[])
 @given(
     kind=_TYPES,
     args=st.lists(_DATA, max_size=3),
@@ -577,11 +578,11 @@ def test_an_exception_of_plain_data_comes_back_equal(
     revived = revive(failure)
 
     again = capture(revived)
-    # Sets among the arguments may be shown in another order.
-    assert sorted(again.message) == sorted(failure.message)
+    # Its message may show a set in another order, and replaced text in another way.
     assert replace(again, message="") == replace(failure, message="")
     assert type(revived) is kind
     if "\0" not in str((args, attributes, notes)) and "\\x00" not in str((args, attributes, notes)):
+        assert sorted(again.message) == sorted(failure.message)
         assert revived.args == tuple(args)
         assert {k: v for k, v in vars(revived).items() if not k.startswith("__")} == attributes
         assert getattr(revived, "__notes__", []) == notes
