@@ -37,6 +37,7 @@ from keiro.retry import Retry as Retry
 from keiro.rows import Run as Run
 from keiro.rows import Status as Status
 from keiro.run import WorkflowRun as WorkflowRun
+from keiro.scope import ScopedRun as ScopedRun
 
 __all__ = (
     "ChildCancelled",
@@ -58,6 +59,7 @@ __all__ = (
     "RunEnded",
     "RunNotFound",
     "RunSealed",
+    "ScopedRun",
     "Status",
     "StepFailed",
     "StepNameClash",

@@ -5,6 +5,7 @@ A definition only describes; it holds no state and knows no store.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -58,7 +59,11 @@ class Step:
         return self.fn(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound.fn = functools.partial(self.fn, instance)
+        return bound
 
     def __repr__(self) -> str:
         return f"<step {self.name}>"

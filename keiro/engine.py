@@ -36,17 +36,19 @@ from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, revive
-from keiro.identity import check_key, parse_run_id, run_id
-from keiro.rows import Head, Run, Status
 from keiro.follower import ProjectionStatus
+from keiro.identity import check_key, parse_run_id, run_id
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
 from keiro.projections.steps import steps as fold_steps
 from keiro.readmodels import ReadModels
+from keiro.repository import RunRepository, repository
+from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
 from keiro.stores import open_store
 from keiro.stores.base import Store
+from keiro.stores.blocking import RunTables
 from keiro.stores.kept import Report
 from keiro.transactions import Body, Transactions
 from keiro.worker import Worker
@@ -107,6 +109,8 @@ class Engine:
             self.store, self._read_models.kept.gate, self.store.announce, self._callback_failed
         )
         self._worker: Worker | None = None
+        self._repository: RunRepository | None = None
+        self._run_tables: RunTables | None = None
         self._resident: dict[str, Driver] = {}
         self._tasks: dict[asyncio.Task[None], Driver] = {}
         self._waiting: dict[str, set[Future[Run]]] = {}
@@ -168,6 +172,9 @@ class Engine:
         if self._looking is not None:
             self._looking.cancel()
         await self._read_models.close()
+        if self._run_tables is not None:
+            self._run_tables.close()
+            self._run_tables = self._repository = None
         await self.store.close()
         self._worker = None
 
@@ -293,6 +300,18 @@ class Engine:
                     raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
                 case _:
                     raise RunNotFound(f"there is no run {run_id!r} at {self.url}: it was removed meanwhile")
+
+    @property
+    def repository(self) -> RunRepository:
+        """The runs as aggregates of the `eventsourcing` library: `engine.repository.get(run_id)`, from any thread.
+
+        It reads the journal where it is called and blocks there; in a coroutine call it in a thread.
+        """
+        self._opened()
+        if self._repository is None:
+            self._run_tables = self.store.run_tables()
+            self._repository = repository(self._run_tables.read, self.mapper, self._run_tables.snapshots)
+        return self._repository
 
     async def runs(
         self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int = 100

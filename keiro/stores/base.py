@@ -19,6 +19,7 @@ from keiro.rows import Head, Run
 if TYPE_CHECKING:
     from keiro.mapper import EventMapper
     from keiro.projections.base import ReadModel
+    from keiro.stores.blocking import RunTables
     from keiro.stores.caller import Joined
     from keiro.stores.kept import Kept
 
@@ -116,6 +117,9 @@ class Store(Protocol):
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events of all runs with a position above `after`, in order. Gap-free: what a reader has read up to a
         position never gains an event at or below it."""
+
+    def run_tables(self) -> RunTables:
+        """Blocking access to the events and snapshots of runs, from any thread; to be closed after use."""
 
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker with a fresh lease; its worker_key."""

@@ -382,6 +382,8 @@ class Watch:
 
     def _commit(self, connection: sqlalchemy.Connection) -> None:
         self._marks.clear()
+        if not self.callbacks.mark():
+            return
         committing, self.callbacks = self.callbacks, Callbacks()
         with suppress(RuntimeError):  # the engine's loop has ended: nobody is left to be told
             self._loop.call_soon_threadsafe(self._ended, committing, connection.get_transaction(), 0.0005)
@@ -417,6 +419,7 @@ def not_a_connection(connection: Any, takes: str) -> InvalidCall:
 def join_sqlite(connection: Any, path: str, sql: Sql, inline: Inline | None) -> Joined:
     """The journal in the SQLite file `path` through a caller's connection."""
     caller, raw = _sqlite_caller(connection)
+    inline = _inline_for(connection, inline)
 
     async def prepare(caller: Caller) -> None:
         if raw is not None and raw.isolation_level is None and not raw.in_transaction:
@@ -441,6 +444,11 @@ def join_sqlite(connection: Any, path: str, sql: Sql, inline: Inline | None) -> 
         return sqlite_fault(error, path)
 
     return Joined(caller, sql, prepare, program, fault)
+
+
+def _inline_for(connection: Any, inline: Inline | None) -> Inline | None:
+    sync, _ = sqlalchemy_connection(connection)
+    return inline if inline is None or sync is None else inline.like(sync.dialect)
 
 
 _NO_WRITE: Final = "UPDATE {heads} SET version = version WHERE run_key IS NULL"
@@ -475,6 +483,7 @@ def join_postgres(
 ) -> Joined:
     """The journal in the Postgres database `target` through a caller's connection."""
     caller = _postgres_caller(connection)
+    inline = _inline_for(connection, inline)
 
     async def prepare(caller: Caller) -> None:
         theirs = tuple((await caller.run(which_database()))[0][0])

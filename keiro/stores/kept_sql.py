@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -197,6 +198,19 @@ class Inline:
         self._gated = _union(rows.model for rows in memory)
         self.gate = Gate(memory) if memory else None
         self.head = journal.head
+        self._likes: dict[type[Any], list[TableRows]] = {}
+
+    def like(self, dialect: Any) -> Inline:
+        """The same projections, with statements as the driver of a caller's SQLAlchemy connection takes them."""
+        from keiro.stores.tables import RowStatements, like_dialect
+
+        kind = type(dialect)
+        if kind not in self._likes:
+            theirs = like_dialect(dialect)
+            self._likes[kind] = [TableRows(rows.model, RowStatements(rows.model, theirs)) for rows in self._tables]
+        same = copy(self)
+        same._tables = self._likes[kind]
+        return same
 
     def wants(self, commands: Iterable[Command]) -> bool:
         """Whether rows in tables may change with these commands."""
@@ -304,6 +318,7 @@ class SqlKept:
             events = await self.read(at, head, kept.model.topics, PAGE)
             until = events[-1].__dict__["position"] if len(events) == PAGE else head
             await self.advance(kept.model, at, until, events)
+            await asyncio.sleep(0)
 
     async def head(self) -> int:
         """See `Kept`."""

@@ -19,8 +19,10 @@ from keiro.events import Event
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
+from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import LEASE_MS, Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
 from keiro.stores.transaction import Gate
@@ -38,11 +40,31 @@ class Database:
         self.by_event: dict[tuple[int, bytes], Stored] = {}
         self.workers: dict[int, WorkerRow] = {}
         self.last_worker = 0
+        self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
 
 
 _named: dict[str, Database] = {}
+
+
+class MemoryRunTables:
+    """Runs and snapshots of a database in memory."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self.snapshots: SnapshotTable = db.snapshots
+
+    def read(
+        self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None
+    ) -> Sequence[Stored]:
+        """The events of a run by version."""
+        run = self._db.runs.get(run_id)
+        rows = [] if run is None else self._db.by_run[run.run_key][gt or 0 : lte]
+        return (rows[::-1] if desc else rows)[:limit]
+
+    def close(self) -> None:
+        """Nothing to disconnect from."""
 
 
 class MemoryStore:
@@ -92,6 +114,10 @@ class MemoryStore:
             pending.settle(outcome)
         if settled:
             self._publish(changed)
+
+    def run_tables(self) -> RunTables:
+        """Access to runs from any thread."""
+        return MemoryRunTables(self._db)
 
     def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
         """Keep the rows of these projections from now on."""

@@ -28,12 +28,13 @@ from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow
-from keiro.stores.caller import Joined, join_postgres, which_database
+from keiro.stores.blocking import RunTables, SqlRunTables
+from keiro.stores.caller import Joined, execute_of_psycopg, join_postgres, which_database
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
 from keiro.stores.pq import Connection, ConnectionLost, Param, Result, StatementError, array, sendable
-from keiro.stores.sql import MUTABLE, Program, Sql
+from keiro.stores.sql import MUTABLE, Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 
 T = TypeVar("T")
@@ -555,6 +556,20 @@ class PostgresStore:
         self._jobs.append(job)
         self._wake_writer()
         return await done
+
+    def run_tables(self) -> RunTables:
+        """Blocking access to runs."""
+
+        def connect() -> tuple[Execute, Callable[[], None]]:
+            import psycopg
+
+            conn = psycopg.connect(self.url, autocommit=True)
+            return execute_of_psycopg(conn), conn.close
+
+        def fault(error: Exception) -> KeiroError:
+            return postgres_fault(getattr(error, "sqlstate", None), str(error), self._target)
+
+        return SqlRunTables(self._sql, connect, fault)
 
     # Rows of projections, and transactions of callers
 

@@ -7,7 +7,7 @@ A program runs under the journal lock where it writes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
@@ -20,6 +20,8 @@ from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
 Row: TypeAlias = tuple[Any, ...]
 Statement: TypeAlias = tuple[str, Sequence[Any]]
 T = TypeVar("T")
+Execute: TypeAlias = Callable[[str, Sequence[Any]], list[Row]]
+"""Runs one statement on a blocking connection."""
 Program: TypeAlias = Generator[list[Statement], list[list[Row]], T]
 
 _WRITTEN: Final = RUN_COLUMNS[1:]  # the key is the database's to give
@@ -76,6 +78,20 @@ class Tables:
         self.load_event = (
             f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
             " WHERE r.run_id = ? AND j.event_id = ?"
+        )
+        snapshots = f"{schema}keiro_snapshots"
+        # The order and the limit are the reader's to add.
+        self.run_events = (
+            f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
+            " WHERE r.run_id = ? AND j.version > ? AND j.version <= ? ORDER BY j.version "
+        )
+        self.snapshots = (
+            f"SELECT originator_id, originator_version, topic, state FROM {snapshots}"
+            " WHERE originator_id = ? AND originator_version > ? AND originator_version <= ? ORDER BY originator_version "
+        )
+        self.put_snapshot = (
+            f"INSERT INTO {snapshots} (originator_id, originator_version, topic, state) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (originator_id, originator_version) DO UPDATE SET topic = excluded.topic, state = excluded.state"
         )
         self.overtaken = (
             f"SELECT 1 FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
@@ -153,7 +169,7 @@ class Sql:
     def __init__(self, schema: str, codec: Codec) -> None:
         self.text = Tables(schema)
         self.seal = self._seal = codec.seal
-        self._open = codec.open
+        self.unseal = self._open = codec.open
 
     # Rows
 

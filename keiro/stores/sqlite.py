@@ -24,11 +24,12 @@ from keiro.projections.base import ReadModel
 from keiro.rows import RUN_COLUMNS, Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
-from keiro.stores.caller import Joined, join_sqlite
+from keiro.stores.blocking import RunTables, SqlRunTables
+from keiro.stores.caller import Joined, execute_of_sqlite, join_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
-from keiro.stores.sql import Program, Sql
+from keiro.stores.sql import Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 from keiro.stores.wake import WakeSocket
 
@@ -168,8 +169,8 @@ class SQLiteStore:
             self._busy_since = None
             for pending in batch:
                 pending.fail(_caused(StoreBusy(
-                    f"{self.path} is locked by another process for more than {BUSY_LIMIT_S:g} s; nothing was written. "
-                    "Find the process that holds a write transaction open, then try again."
+                    f"{self.path} was locked by another connection for {BUSY_LIMIT_S:g} s; nothing was written. Find "
+                    "what holds a write transaction open, then try again; inside one, pass its connection="
                 ), error))
             return
         self._queue.front(batch)
@@ -181,10 +182,14 @@ class SQLiteStore:
         inline = self._inline
         conn.execute("BEGIN IMMEDIATE")
         try:
-            if inline is None or not (inline.memory or inline.wants([pending.command for pending in batch])):
-                done = self._write_known(batch)
-            else:
-                done = self._write_and_project(batch, inline)
+            try:
+                if inline is None or not (inline.memory or inline.wants([pending.command for pending in batch])):
+                    done = self._write_known(batch)
+                else:
+                    done = self._write_and_project(batch, inline)
+            except sqlite3.IntegrityError:
+                # An event that is there already, sent again because its first answer was lost.
+                done = None
             if done is None:
                 conn.execute("ROLLBACK")
                 conn.execute("BEGIN IMMEDIATE")
@@ -341,6 +346,16 @@ class SQLiteStore:
             return self._conn.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise sqlite_fault(error, self.path) from error
+
+    def run_tables(self) -> RunTables:
+        """Blocking access to runs."""
+
+        def connect() -> tuple[Execute, Callable[[], None]]:
+            conn = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            conn.execute(f"PRAGMA synchronous={self._synchronous}")
+            return execute_of_sqlite(conn), conn.close
+
+        return SqlRunTables(self._sql, connect, lambda error: sqlite_fault(error, self.path))
 
     # Rows of projections, and transactions of callers
 
