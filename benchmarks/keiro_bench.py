@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import sqlite3
+import uuid
 from typing import Any
 
 import psycopg
@@ -62,7 +63,9 @@ class Keiro(Contestant):
         options: dict[str, Any] = {"durability": "normal"} if place.store == "sqlite-normal" else {}
         self._engine = keiro.Engine(place.url, workflows=[_steps, _bodies, _held], **options)
         await self._engine.__aenter__()
-        self._keys = itertools.count()
+        # New keys at each open: starting a key that exists does nothing, which is quick.
+        opened = uuid.uuid4().hex[:8]
+        self._keys = (f"{opened}-{number}" for number in itertools.count())
         self._place = place
 
     async def close(self) -> None:
