@@ -99,7 +99,7 @@ class Decoder:
                 self._decode = decode
                 warnings.warn(
                     f"{self.where}: the annotation {unresolved} cannot be resolved, so the value is a plain"
-                    f" {type(value).__name__}. Define its classes at module level, import them at run time",
+                    f" {type(value).__name__}. Define its classes at module level and import them at run time",
                     stacklevel=3,
                 )
             return value
