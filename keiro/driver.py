@@ -54,9 +54,9 @@ from keiro.events import (
 )
 from keiro.failures import capture, revive
 from keiro.identity import StepIds
+from keiro.mapper import EventMapper
 from keiro.retry import Retry
 from keiro.rows import Head, Run
-from keiro.mapper import EventMapper
 from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
 from keiro.stores.base import Store
 
@@ -101,6 +101,10 @@ class Strand:
 _strand: ContextVar[Strand | None] = ContextVar("keiro_strand", default=None)
 
 
+# A run without commands needs no queue of its own: an empty deque takes more memory than the rest of the driver.
+_NO_EVENTS: Final[deque[Stored]] = deque(maxlen=0)
+
+
 class Driver:
     """One resident run."""
 
@@ -141,10 +145,10 @@ class Driver:
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
         self._history: dict[str, Recorded] = history_of(stored)
-        self._unseen: deque[Stored] = deque()
+        self._unseen = _NO_EVENTS
         self._known = head.version
         if workflow.aggregate is not None:
-            self._unseen.extend(row for row in stored if ":" in row.topic)
+            self._unseen = deque(row for row in stored if ":" in row.topic)
         self._root: Strand | None = None
         self._instance: WorkflowRun
 
@@ -155,6 +159,8 @@ class Driver:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
+        if self.sealed:
+            return  # before its first tick: there was no task to cancel yet
         self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
         _strand.set(self._root)
         self._instance = instance = aggregate_of(self.workflow, self.run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ class Database:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.pending: set[int] = set()
         self.ids: dict[int, str] = {}
         self.heads: dict[int, Head] = {}
         self.journal: list[Stored] = []
@@ -43,6 +44,19 @@ class Database:
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
+
+    def keep(self, run: Run) -> None:
+        """Store a row."""
+        self.runs[run.run_id] = run
+        if run.status == Status.PENDING:
+            self.pending.add(run.run_key)
+        else:
+            self.pending.discard(run.run_key)
+
+    def pending_runs(self) -> Iterator[Run]:
+        """The pending runs, oldest first."""
+        for key in sorted(self.pending):
+            yield self.runs[self.ids[key]]
 
 
 _named: dict[str, Database] = {}
@@ -181,7 +195,7 @@ class MemoryStore:
             self._by_run[run.run_key] = []
         self._heads[run.run_key] = head
         if run is not decision.before:
-            self._runs[run.run_id] = run
+            self._db.keep(run)
             changed.append(run)
         self._journal += appended
         self._by_run[run.run_key] += appended
@@ -262,9 +276,8 @@ class MemoryStore:
         taken: list[tuple[Run, Head]] = []
         if worker_key not in self._workers:
             return taken
-        for key, name in self._ids.items():
-            run = self._runs[name]
-            if run.status != Status.PENDING or run.workflow not in workflows:
+        for run in self._db.pending_runs():
+            if run.workflow not in workflows:
                 continue
             if run.next_attempt_at_ms is not None and run.next_attempt_at_ms > now:
                 continue
@@ -276,9 +289,9 @@ class MemoryStore:
                 started_at_ms=now if run.started_at_ms is None else run.started_at_ms,
                 next_attempt_at_ms=None,
             )
-            head = self._heads[key]
-            head = self._heads[key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
-            self._runs[name] = run
+            head = self._heads[run.run_key]
+            head = self._heads[run.run_key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
+            self._db.keep(run)
             taken.append((run, replace(head)))
         return taken
 
@@ -287,8 +300,8 @@ class MemoryStore:
         return min(
             (
                 run.next_attempt_at_ms
-                for run in self._runs.values()
-                if run.status == Status.PENDING and run.workflow in workflows and run.next_attempt_at_ms is not None
+                for run in self._db.pending_runs()
+                if run.workflow in workflows and run.next_attempt_at_ms is not None
             ),
             default=None,
         )
@@ -296,11 +309,7 @@ class MemoryStore:
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
         """Workflows with pending runs that are not among these."""
         return sorted(
-            {
-                run.workflow
-                for run in self._runs.values()
-                if run.status == Status.PENDING and run.workflow not in workflows
-            }
+            {run.workflow for run in self._db.pending_runs() if run.workflow not in workflows}
         )
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
@@ -334,7 +343,8 @@ class MemoryStore:
             self._heads[key] = replace(head, owner=None, epoch=head.epoch + 1)
             run = self._runs[self._ids[key]]
             if run.status == Status.RUNNING:
-                run = self._runs[run.run_id] = replace(run, status=Status.PENDING)
+                run = replace(run, status=Status.PENDING)
+                self._db.keep(run)
                 changed.append(run)
         if changed:
             self._publish(changed)
@@ -410,6 +420,6 @@ class MemoryKept:
         for name, run in self._db.runs.items():
             should_be = mended(run, computed.runs.get(name), self._db.heads[run.run_key].owner is not None)
             if should_be != run:
-                self._db.runs[name] = should_be
+                self._db.keep(should_be)
                 updated += 1
         return Report(updated=updated, verified=len(computed.runs) - updated)

@@ -311,7 +311,7 @@ async def wipe(world: World) -> None:
     match type(store).__name__:
         case "MemoryStore":
             for table in vars(store._db).values():
-                if isinstance(table, dict | list) and table is not store._db.open_stores:
+                if isinstance(table, dict | list | set) and table is not store._db.open_stores:
                     table.clear()
         case "SQLiteStore":
             store._conn.execute("DELETE FROM keiro_runs")
