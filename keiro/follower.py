@@ -116,7 +116,6 @@ class Follower:
             try:
                 await self._catch_up()
                 failures = 0
-                self.state, self.error = State.CURRENT, None
             except ProjectionFailed as error:
                 if self.error is None or str(self.error) != str(error):
                     self._reporter.report("projection_failed", "", projection=self.model.name, error=str(error))
@@ -166,6 +165,7 @@ class Follower:
             self._tracked = tracked
             self.position = max(self.position, tracked)
             if self.position >= head:
+                self.state, self.error = State.CURRENT, None
                 self._reached()
                 return
             if self.error is None:
@@ -177,7 +177,11 @@ class Follower:
                     continue
                 self._tracked = until
             self.position = until
+            if until >= head:
+                self.state, self.error = State.CURRENT, None
             self._reached()
+            # Where the store works on this very thread, nothing else would run before all is folded.
+            await asyncio.sleep(0)
 
     async def _fold(self, tracked: int, until: int, events: list[Event]) -> bool:
         try:
