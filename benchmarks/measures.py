@@ -164,8 +164,11 @@ def _enqueue_beside_stored(seat: Seat) -> Sample:
         place = seat.places.create(seat.store)
         seat.kept["stored"] = place
         seat.process.ask("fill_finished", store=place.store, at=place.at, runs=seat.sizes.stored)
-    reading = _opened(seat, seat.kept["stored"], "enqueue", runs=seat.sizes.queued)
-    return {"value": reading["seconds"]}
+    runs = seat.sizes.queued
+    beside = _opened(seat, seat.kept["stored"], "enqueue", runs=runs)["seconds"]
+    # At once after it, because only neighbours can be compared.
+    empty = _on_fresh_place(seat, "enqueue", runs=runs)["seconds"]
+    return {"value": beside, "empty": empty, "times_empty": beside / empty}
 
 
 def _killed_while_held(seat: Seat, place: Place, runs: int, steps: int) -> None:
