@@ -17,6 +17,7 @@ from keiro.projections.runs import project
 from keiro.rows import Head, Run, Status
 
 _encoder: Final = msgspec.json.Encoder()
+_sorted: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 class New(msgspec.Struct, frozen=True):
@@ -231,5 +232,5 @@ def releases(events: tuple[New, ...], after: Run) -> bool:
 
 
 def same_json(left: str, right: str) -> bool:
-    """Whether two JSON texts say the same."""
-    return left == right or bool(msgspec.json.decode(left) == msgspec.json.decode(right))
+    """Whether two JSON texts say the same, whatever the order of members; 1, 1.0 and true are three values."""
+    return left == right or _sorted(msgspec.json.decode(left)) == _sorted(msgspec.json.decode(right))

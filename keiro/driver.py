@@ -361,6 +361,8 @@ class Driver:
         attempt: int,
     ) -> Any:
         host = self.host
+        # An annotation that no JSON can be read as is refused before the effect, not after it.
+        step.decode.compile()
         digest = codec.digest(args, kwargs) if args or kwargs else None
         while True:
             if self.sealed:

@@ -35,7 +35,7 @@ from keiro.definition import Workflow
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowStarted
-from keiro.failures import Failure, revive
+from keiro.failures import Failure, describe, revive
 from keiro.follower import ProjectionStatus
 from keiro.identity import check_key, parse_run_id, run_id
 from keiro.mapper import EventMapper
@@ -218,6 +218,9 @@ class Engine:
         outcome = await self._submit(command, connection)
         match outcome:
             case Appended(run=Run() as run) | Existing(run):
+                pass
+            case InputDiffers(run) if definition.input.same(run.input_json, payload):
+                # Another order of what has none: the elements of a set, in the order of this process's hashes.
                 pass
             case InputDiffers(run):
                 raise RunConflict(
@@ -517,7 +520,9 @@ class Handle:
             raise errors.WorkflowCancelled(f"{self.run_id} was cancelled")
         assert run.failure_json is not None
         failure = msgspec.json.decode(run.failure_json, type=Failure)
-        raise errors.WorkflowFailed(f"{self.run_id} failed: {failure.type}: {failure.message}", failure) from revive(failure)
+        failed = errors.WorkflowFailed(f"{self.run_id} failed: {failure.type}: {failure.message}", failure)
+        failed.add_note(describe(failure))
+        raise failed from revive(failure)
 
     async def run(self) -> Run:
         """The operational row of the run."""

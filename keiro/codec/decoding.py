@@ -52,9 +52,7 @@ class Decoder:
         self._decode: Callable[[Any], Any] | None = None
 
     def __call__(self, data: Json) -> Any:
-        decode = self._decode
-        if decode is None:
-            decode = self.compile()
+        decode = self._decode or self.compile()
         try:
             return decode(data)
         except Exception as error:
@@ -67,6 +65,8 @@ class Decoder:
 
     def compile(self) -> Callable[[Any], Any]:
         """Resolve the annotation now; raises `DecodeFailed` if no JSON can be read as it."""
+        if self._decode is not None:
+            return self._decode
         hint = self._hint()
         self._annotation = hint.annotation
         try:

@@ -25,6 +25,7 @@ from keiro.stores.base import LEASE_MS, Clock, Incarnation, Listener, Pending, Q
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.recorders.memory import MemoryFactory as MemoryFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.transaction import Gate
 
 

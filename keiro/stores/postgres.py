@@ -34,6 +34,9 @@ from keiro.stores.faults import is_transient, postgres_fault, postgres_target
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
 from keiro.stores.pq import Connection, ConnectionLost, Param, Result, StatementError, array, sendable
+from keiro.stores.recorders.postgres import (
+    PostgresFactory as PostgresFactory,  # the module serves as PERSISTENCE_MODULE too
+)
 from keiro.stores.sql import MUTABLE, Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 

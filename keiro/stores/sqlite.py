@@ -29,6 +29,7 @@ from keiro.stores.caller import Joined, execute_of_sqlite, join_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
+from keiro.stores.recorders.sqlite import SQLiteFactory as SQLiteFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.sql import Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 from keiro.stores.wake import WakeSocket

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import keiro
-from keiro.decisions import Append, Appended, RefusedTerminal, UnknownRun, new
+from keiro.decisions import Append, Appended, RefusedTerminal, Start, UnknownRun, new
 from keiro.driver import Driver
-from keiro.events import Event, StepRecorded, WorkflowCompleted
+from keiro.events import Event, StepRecorded, WorkflowCompleted, WorkflowStarted
 from keiro.identity import StepIds
 from tests.conftest import MakeEngine
 
@@ -274,6 +274,34 @@ async def test_equal_input_finds_the_run_and_other_input_is_a_conflict(make_engi
             await engine.start(three_steps, 2, id="a")
         await first.result()
         assert calls == [1, 2, 3]
+
+
+async def test_equal_input_is_equal_in_value_and_not_in_spelling(make_engine: MakeEngine) -> None:
+    """A set encodes in the order of hashes, which differs from process to process; 1 and true are two values."""
+
+    @keiro.workflow
+    async def takes(run: keiro.WorkflowRun, tags: set[str], n: Any) -> Any:
+        return sorted(tags), n
+
+    async with make_engine(takes) as engine:
+        first = StartedWith(engine, takes)
+        await first('{"tags":["a","b"],"n":1}')
+        assert await engine.execute(takes, {"b", "a"}, 1, id="a") == [["a", "b"], 1]
+        with pytest.raises(keiro.RunConflict):
+            await engine.start(takes, {"a", "b"}, True, id="a")
+
+
+class StartedWith:
+    """Starts a run with an input exactly as another process may have encoded it."""
+
+    def __init__(self, engine: keiro.Engine, workflow: keiro.Workflow) -> None:
+        self._engine = engine
+        self._name = workflow.name
+
+    async def __call__(self, text: str) -> None:
+        started = WorkflowStarted(workflow=self._name, key="a", input=msgspec.Raw(text.encode()))
+        one = new(started, uuid.uuid4().bytes)
+        await self._engine.store.submit(Start(f"wf:{self._name}-a", one, self._engine.wall_ms()))
 
 
 async def test_ten_concurrent_starts_of_one_key_run_the_body_once(make_engine: MakeEngine) -> None:
