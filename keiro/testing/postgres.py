@@ -32,11 +32,12 @@ from keiro.errors import KeiroError
 _LAUNCH = """
 exec 3<&0 </dev/null; server=$$
 ( {
-    abandoned=
-    read -r signal <&3 || abandoned=yes
-    kill -s "${signal:-INT}" "$server"
-    if [ "$abandoned" ]; then
-        for _ in 1 2 3 4 5 6 7 8 9 10; do kill -0 "$server" || break; sleep 0.3; done
+    if read -r signal <&3; then
+        kill -s "$signal" "$server"
+    else
+        kill -s QUIT "$server"
+        tries=100
+        while kill -0 "$server" && [ $tries -gt 0 ]; do tries=$((tries - 1)); sleep 0.3; done
         rm -rf -- "$0"
     fi
 } >/dev/null 2>&1 & )
