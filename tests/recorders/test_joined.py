@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -76,10 +77,17 @@ def engine(sql_settings: Settings) -> Iterator[sa.Engine]:
     engine.dispose()
 
 
-@pytest.fixture(params=["sqlalchemy", "driver"])
+# sqlite3 has a mode, since Python 3.12, in which a transaction is open at all times.
+CALLERS = ["sqlalchemy", "driver", *(["driver, always in a transaction"] if sys.version_info >= (3, 12) else [])]
+
+
+@pytest.fixture(params=CALLERS)
 def caller(request: pytest.FixtureRequest, sql_settings: Settings, engine: sa.Engine) -> Iterator[Caller]:
-    """A caller with nothing begun yet, in the drivers' default modes."""
-    with engine.connect() if request.param == "sqlalchemy" else closing(connect_raw(sql_settings)) as connection:
+    """A caller with nothing begun yet."""
+    mode = {"autocommit": False} if "always" in request.param else {}
+    with (
+        engine.connect() if request.param == "sqlalchemy" else closing(connect_raw(sql_settings, **mode)) as connection
+    ):
         yield Caller(connection)
 
 
@@ -254,12 +262,14 @@ def test_snapshots_taken_by_save_join_too(sql_settings: Settings, caller: Caller
 
 
 def test_a_save_beside_the_joined_transaction_is_refused_where_it_would_wait_for_ever(
-    app: Accounts, engine: sa.Engine
+    app: Accounts, caller: Caller
 ) -> None:
-    with engine.begin() as connection:
-        app.open("ann", connection=connection)
-        with pytest.raises(UnusableConnection, match="connection="):
-            app.open("bob")
+    app.open("ann", connection=caller.connection)
+    with pytest.raises(UnusableConnection, match="connection="):
+        app.open("bob")
+    caller.commit()
+    # Open again, but no longer the transaction that holds the lock.
+    caller.connection.execute(sa.select(1) if isinstance(caller.connection, sa.Connection) else "SELECT 1")
     app.open("bob")
     assert len(committed(app)) == 2
 

@@ -45,6 +45,7 @@ from keiro.errors import KeiroError
 from keiro.stores.recorders.mapping import FlatEventMapper, RecordingStore
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 MIGRATION_NAME: Final = "__migration__"
 """The library marks a tracking table that has one row per application by a row of this name."""
@@ -272,13 +273,13 @@ class CallerTransaction:
     wait for the lock they hold.
     """
 
-    def __init__(self, datastore: object, connection: Any, is_open: Callable[[], bool], *, exact: bool) -> None:
+    def __init__(self, datastore: object, connection: Any, is_open: Callable[[], bool]) -> None:
         self.datastore = datastore
         self.connection = connection
         self.is_open = is_open
-        self.exact = exact
-        """Whether `is_open` tells this transaction from a later one on the same connection."""
+        """Tells this transaction from a later one on the same connection."""
         self.originators: set[UUID | str] = set()
+        """Aggregates that were saved in it."""
 
 
 # A context variable, so that neither another thread nor another asyncio task sees what one has not
@@ -306,9 +307,9 @@ def open_transaction(datastore: object) -> CallerTransaction | None:
     return None
 
 
-def refuse_beside(transaction: CallerTransaction) -> None:
+def refuse_beside_open_transaction(datastore: object) -> None:
     """Refuse a save that would wait for the lock of a transaction its own thread has left open."""
-    if transaction.exact:
+    if open_transaction(datastore) is not None:
         raise UnusableConnection(
             "an earlier save() joined a transaction that is still open in this thread or task, and a save() without"
             " connection= would wait for its lock for ever. Pass connection= here too, or commit first"
@@ -396,12 +397,17 @@ def flag(env: Environment, key: str, *, default: bool) -> bool:
         raise InvalidSetting(f"{names(env, key)} is '{value}'; it must be yes or no") from None
 
 
-def number(env: Environment, key: str, *, default: T, kind: Callable[[str], T]) -> T:
-    """A numeric setting; empty is the default."""
+def number(env: Environment, key: str, *, default: N, kind: Callable[[str], N]) -> N:
+    """A number that is not negative; empty is the default."""
     value = (env.get(key) or "").strip()
     if not value:
         return default
     try:
-        return kind(value)
+        result = kind(value)
     except ValueError:
-        raise InvalidSetting(f"{names(env, key)} is '{value}'; it must be a number, or empty for {default}") from None
+        result = None
+    if result is None or not 0 <= result < 1_000_000_000:
+        raise InvalidSetting(
+            f"{names(env, key)} is '{value}'; it must be a number that is not negative, or empty for {default}"
+        )
+    return result

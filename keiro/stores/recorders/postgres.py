@@ -47,7 +47,7 @@ from keiro.stores.recorders.common import (
     flag,
     number,
     open_transaction,
-    refuse_beside,
+    refuse_beside_open_transaction,
     required,
 )
 from keiro.stores.recorders.postgres_connections import (
@@ -298,9 +298,7 @@ class PostgresApplicationRecorder(PostgresAggregateRecorder, ApplicationRecorder
             ids = self.datastore.execute_in(joined, lambda raw: self._insert_in(raw, stored_events, tracking))
             joined.originators.update(e.originator_id for e in stored_events)
             return ids
-        beside = open_transaction(self.datastore)
-        if beside is not None:
-            refuse_beside(beside)
+        refuse_beside_open_transaction(self.datastore)
         attempt = Attempt()
         try:
             ids = self._insert(stored_events, tracking, attempt)

@@ -8,15 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
-import sqlalchemy
 from eventsourcing.persistence import InterfaceError, OperationalError, PersistenceError
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from sqlalchemy import exc
 
 from keiro.stores.recorders.common import (
     CallerTransaction,
@@ -28,6 +26,9 @@ from keiro.stores.recorders.common import (
     translated,
 )
 from keiro.stores.recorders.courier import Courier
+
+if TYPE_CHECKING:
+    import sqlalchemy
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
@@ -85,6 +86,8 @@ class PostgresDatastore:
         originator_id_type: str = "uuid",
         single_row_tracking: bool = True,
     ) -> None:
+        import sqlalchemy  # here, because an engine that imports this module may never need it
+
         self.schema = schema
         self.originator_id_type = originator_id_type
         self.single_row_tracking = single_row_tracking
@@ -184,7 +187,7 @@ class PostgresDatastore:
                 is_open = partial(_is_open, raw, _one(raw, b"SELECT txid_current()")[0])
         except psycopg.Error as error:
             raise self.translated(error) from error
-        return remember(CallerTransaction(self, raw, is_open, exact=True))
+        return remember(CallerTransaction(self, raw, is_open))
 
     def execute_in(self, transaction: CallerTransaction, work: Callable[[Driver], T]) -> T:
         """Call `work` in the caller's transaction; if it raises, what it wrote is undone and the rest
@@ -261,14 +264,20 @@ class PostgresDatastore:
     def _borrow(self) -> sqlalchemy.PoolProxiedConnection:
         try:
             borrowed = self._pool.connect()
-        except exc.TimeoutError as error:
-            raise self._exhausted() from error
         except psycopg.Error as error:
             raise ConnectionLost(f"Postgres database {self.name}: {error}", connecting=True) from error
+        except Exception as error:
+            from sqlalchemy.exc import TimeoutError
+
+            if isinstance(error, TimeoutError):
+                raise self._exhausted() from error
+            raise
         self._has_connected = True
         return borrowed
 
     def _begun(self) -> sqlalchemy.Connection:
+        from sqlalchemy import exc
+
         pauses = iter(_RECONNECT_S)
         while True:
             connection: sqlalchemy.Connection | None = None
@@ -376,6 +385,8 @@ def _is_open(connection: Driver, transaction_id: int) -> bool:
 
 def _driver_connection(connection: Any) -> tuple[Driver, sqlalchemy.Transaction | None]:
     """The psycopg connection, and the transaction if it is one of SQLAlchemy."""
+    import sqlalchemy
+
     if isinstance(connection, psycopg.Connection):
         return connection, None
     if isinstance(connection, sqlalchemy.Connection):

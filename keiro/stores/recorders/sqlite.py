@@ -44,9 +44,9 @@ from keiro.stores.recorders.common import (
     names,
     number,
     open_transaction,
-    refuse_beside,
+    refuse_beside_open_transaction,
 )
-from keiro.stores.recorders.sqlite_connections import SQLiteDatastore, driver_connection, rows_of
+from keiro.stores.recorders.sqlite_connections import RawTransaction, SQLiteDatastore, driver_connection, rows_of
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -172,6 +172,7 @@ class SQLiteApplicationRecorder(SQLiteAggregateRecorder, ApplicationRecorder):
     def __init__(self, datastore: SQLiteDatastore, events_table_name: str = "stored_events", **kwargs: Any) -> None:
         super().__init__(datastore, events_table_name, **kwargs)
         self._channel = datastore.channel(events_table_name)
+        self._witness_query = f"SELECT 1 FROM {self._table} WHERE originator_id = ? AND originator_version = ?"
 
     def _table_statement(self) -> str:
         return _EVENTS_TABLE.format(self._table)  # with a rowid: that is the position
@@ -191,11 +192,11 @@ class SQLiteApplicationRecorder(SQLiteAggregateRecorder, ApplicationRecorder):
         if joined is not None:
             ids = self.datastore.execute_in(joined, lambda c: self._insert_all(c, rows, tracking))
             joined.originators.update(e.originator_id for e in stored_events)
+            if isinstance(joined, RawTransaction) and rows:
+                joined.witness = self._witness_query, rows[-1][:2]
             self._wake_after_commit(kwargs["connection"])
             return ids
-        beside = open_transaction(self.datastore)
-        if beside is not None:
-            refuse_beside(beside)
+        refuse_beside_open_transaction(self.datastore)
         ids = self.datastore.write(lambda connection: self._commit(connection, rows, tracking))
         self._wake()
         return ids

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from eventsourcing.persistence import InterfaceError, OperationalError, PersistenceError
@@ -177,8 +178,8 @@ class SQLiteDatastore:
         if joined is not None and joined.connection is raw:
             return joined
         if transaction is None:
-            return remember(CallerTransaction(self, raw, lambda: _in_transaction(raw), exact=False))
-        return remember(CallerTransaction(self, raw, lambda: bool(transaction.is_active), exact=True))
+            return remember(RawTransaction(self, raw))
+        return remember(CallerTransaction(self, raw, partial(getattr, transaction, "is_active")))
 
     def execute_in(self, transaction: CallerTransaction, work: Callable[[sqlite3.Connection], T]) -> T:
         """Call `work` in the caller's transaction; if it raises, what it wrote is undone and the rest
@@ -369,11 +370,30 @@ def rows_of(connection: sqlite3.Connection, statement: str, parameters: Sequence
     return cursor.execute(statement, parameters).fetchall()
 
 
-def _in_transaction(connection: sqlite3.Connection) -> bool:
-    try:
-        return connection.in_transaction and getattr(connection, "autocommit", True) is not False
-    except sqlite3.ProgrammingError:
-        return False
+class RawTransaction(CallerTransaction):
+    """A caller's transaction on a connection of the driver, which does not say when one ends and the next begins.
+
+    What was written in it does: it is open while its own connection sees that and no other connection does.
+    """
+
+    def __init__(self, datastore: SQLiteDatastore, raw: sqlite3.Connection) -> None:
+        super().__init__(datastore, raw, self._is_open)
+        self._read = datastore.read
+        self.witness: tuple[str, Sequence[Any]] | None = None
+        """A query that finds what was written."""
+
+    def _is_open(self) -> bool:
+        if self.witness is None:
+            return False
+        try:
+            # The caller's connection last: a look at it starts a snapshot that its next write may find overtaken.
+            return (
+                self.connection.in_transaction
+                and not self._read(*self.witness)
+                and bool(rows_of(self.connection, *self.witness))
+            )
+        except sqlite3.ProgrammingError:
+            return False  # closed, or of another thread
 
 
 def driver_connection(connection: Any) -> tuple[sqlite3.Connection, Any]:
