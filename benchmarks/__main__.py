@@ -7,6 +7,7 @@ line with the reason.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -123,7 +124,8 @@ def _take_turns(lines: list[Line], sizes: Sizes, places: Places, logs: Path) -> 
 
 def _take_sample(line: Line, seat: Seat) -> None:
     try:
-        line.samples.append(line.measure.sample(seat))
+        sample = line.measure.sample(seat)
+        line.samples.append({**sample, "load": os.getloadavg()[0]})
     except Missing as missing:
         line.note = f"cannot be imported: {missing}"
         seat.throw_out()

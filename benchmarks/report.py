@@ -93,9 +93,10 @@ def _measure(measure: Measure, results: Results, sizes: Sizes) -> Iterator[str]:
         return
     yield f"## {measure.title}"
     yield ""
-    if size := _size(measure, sizes):
-        yield f"{size}"
-        yield ""
+    loads = [load for store in stores for line in results.of(measure.name, store) for load in line.values("load")]
+    said = [_size(measure, sizes), f"Load average {min(loads):.1f} to {max(loads):.1f}." if loads else ""]
+    yield " ".join(filter(None, said))
+    yield ""
     head = ["store", "contestant", "min", f"median ({measure.unit})", "max", "CPU µs (user)"]
     yield "| " + " | ".join([*head, "× floor", "× best peer", ""]) + " |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
