@@ -80,17 +80,21 @@ class InLoop:
 class InThread:
     """A connection whose calls wait for a server. Our own writer, on the event loop, may be who it waits for."""
 
-    def __init__(self, connection: Any, execute: Execute) -> None:
+    def __init__(self, connection: Any, execute: Execute, driver: Any) -> None:
         self.connection = connection
         self._execute = execute
+        self._driver = driver
 
     async def run(self, program: Program[T]) -> T:
         """See `Caller`."""
-        # Shielded: a connection that a thread still uses must not go back to its owner when we are cancelled.
+        # Shielded: a connection that a thread still uses must not go back to its owner when we are cancelled. The
+        # server is asked to give up what it waits for.
         work = asyncio.ensure_future(asyncio.to_thread(drive, self._execute, program))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
+            with suppress(Exception):
+                await asyncio.to_thread(self._driver.cancel)
             with suppress(Exception):
                 await work
             raise
@@ -536,8 +540,10 @@ def _postgres_caller(connection: Any) -> Caller:
     if psycopg is not None and isinstance(connection, psycopg.AsyncConnection):
         return AsyncPsycopg(connection)
     if psycopg is not None and isinstance(connection, psycopg.Connection):
-        return InThread(connection, execute_of_psycopg(connection))
+        return InThread(connection, execute_of_psycopg(connection), connection)
     sync, is_async = sqlalchemy_connection(connection)
     if sync is None or sync.dialect.name != "postgresql":
         raise not_a_connection(connection, "a SQLAlchemy or psycopg connection")
-    return InGreenlet(connection) if is_async else InThread(connection, execute_of(sync))
+    if is_async:
+        return InGreenlet(connection)
+    return InThread(connection, execute_of(sync), sync.connection.driver_connection)
