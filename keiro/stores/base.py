@@ -183,34 +183,27 @@ class Pending:
 class Queue:
     """Commands that wait for the flush of their loop tick: all of one tick share one commit."""
 
-    __slots__ = ("_flush", "_loop", "_pending", "_scheduled")
+    __slots__ = ("_create_future", "_pending", "_schedule", "_scheduled")
 
-    def __init__(self, loop: AbstractEventLoop, flush: Callable[[], object]) -> None:
-        self._loop = loop
-        self._flush = flush
+    def __init__(self, loop: AbstractEventLoop, schedule: Callable[[], object]) -> None:
+        self._create_future = loop.create_future
+        self._schedule = schedule
         self._pending: list[Pending] = []
         self._scheduled = False
 
     def put(self, command: Command) -> Future[Outcome]:
         """Queue a command; the future is settled after the commit."""
-        future: Future[Outcome] = self._loop.create_future()
+        future: Future[Outcome] = self._create_future()
         self._pending.append(Pending(command, future))
-        self.schedule()
-        return future
-
-    def schedule(self) -> None:
-        """Call `flush` at the end of this tick, once."""
         if not self._scheduled:
+            # Once until the next `take`: it is scheduled behind all that runs in this tick.
             self._scheduled = True
-            self._loop.call_soon(self._flush)
+            self._schedule()
+        return future
 
     def front(self, batch: list[Pending]) -> None:
         """Put back what could not be committed, before all that came since: order is kept."""
         self._pending[:0] = batch
-
-    def released(self) -> None:
-        """The scheduled call has happened; what is queued stays."""
-        self._scheduled = False
 
     def hold(self) -> None:
         """Do not schedule a flush until the next `take`: somebody else calls it."""

@@ -102,7 +102,7 @@ class MemoryStore:
     async def open(self, *, migrate: bool) -> None:
         """Nothing to connect to."""
         self._loop = asyncio.get_running_loop()
-        self._queue = Queue(self._loop, self._flush)
+        self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush))
         self._db.open_stores.append(self)
 
     async def close(self) -> None:

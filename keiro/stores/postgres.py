@@ -168,7 +168,7 @@ class PostgresStore:
         self._loop = asyncio.get_running_loop()
         self._reading = asyncio.Lock()
         self._following = asyncio.Lock()
-        self._queue = Queue(self._loop, self._flush)
+        self._queue = Queue(self._loop, self._wake_writer)
         await self._ensure(migrate)
         self._writer = await self._connect()
         self._reader = await self._connect(listen=True)
@@ -285,11 +285,6 @@ class PostgresStore:
             self._gated.put(pending)
             return pending.future
         return self._queue.put(command)
-
-    def _flush(self) -> None:
-        # The queue stays as it is: the writer takes it when it is ready.
-        self._queue.released()
-        self._wake_writer()
 
     def _wake_writer(self) -> None:
         if self._nudge is not None and not self._nudge.done():
