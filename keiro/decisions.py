@@ -63,7 +63,7 @@ class Append(msgspec.Struct, frozen=True):
 Command: TypeAlias = Start | Append
 
 
-class Stored(msgspec.Struct, frozen=True):
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """A row of the journal. `position` orders all events of the store, `version` those of the run."""
 
     position: int

@@ -116,6 +116,7 @@ class Driver:
         "_in_flight",
         "_instance",
         "_known",
+        "_loop",
         "_names",
         "_root",
         "_unseen",
@@ -142,6 +143,7 @@ class Driver:
         self.lost = False
         self.task: Task[None] | None = None
         self._version = head.version
+        self._loop = asyncio.get_running_loop()
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
         self._history: dict[str, Recorded] = history_of(stored)
@@ -327,27 +329,23 @@ class Driver:
         retry: Retry | None,
         timeout: float | None,
     ) -> Any:
-        event = found.event
-        if event.inputs_digest is not None and event.inputs_digest != codec.digest(args, kwargs):
+        if found.inputs_digest is not None and found.inputs_digest != codec.digest(args, kwargs):
             problem = f"step {name!r} of {self.run.run_id} was recorded with other inputs than it is called with now"
             if self.host.strict:
                 raise NonDeterminism(f"{problem}: the body must call it with the same values at every replay")
             self.host.report("inputs_differ", self.run.run_id, step=name)
-        if type(event) is StepRecorded:
-            strand.now_ms = found.at_ms
-            if self._unseen:
-                await self._deliver(found.version)
-            return step.decode(event.result)
-        assert isinstance(event, AttemptFailed)
-        if event.next_attempt_at_ms is None:
-            strand.now_ms = found.at_ms
-            if self._unseen:
-                await self._deliver(found.version)
-            raise revive(event.failure)
-        await self._pause(event.next_attempt_at_ms)
-        return await self._execute(
-            strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, event.attempt + 1
-        )
+        failed = found.failed
+        if failed is not None and failed.next_attempt_at_ms is not None:
+            await self._pause(failed.next_attempt_at_ms)
+            return await self._execute(
+                strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, failed.attempt + 1
+            )
+        strand.now_ms = found.at_ms
+        if self._unseen:
+            await self._deliver(found.version)
+        if failed is not None:
+            raise revive(failed.failure)
+        return step.decode(found.result)
 
     async def _execute(
         self,
@@ -494,7 +492,7 @@ class Driver:
 
     def _here(self) -> Strand:
         strand = _strand.get()
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         if strand is not None and strand.driver is self and strand.task() is task:
             return strand
         parent = strand if strand is not None and strand.driver is self else self._root
@@ -535,15 +533,20 @@ class Info(msgspec.Struct, frozen=True):
     created_at_ms: int
 
 
-class Recorded(msgspec.Struct, frozen=True):
-    """What the journal says about a step: its event, when it was recorded, and at which version of the run."""
+class Recorded(msgspec.Struct, gc=False):
+    """What the journal says about a step, as far as a replay asks: decoded straight from StepRecorded, without the
+    event around it, then told when it was recorded and at which version of the run. `failed` is set instead of a result.
+    """
 
-    event: StepRecorded | AttemptFailed
-    at_ms: int
-    version: int
+    step: str
+    result: Raw = Raw(b"null")
+    inputs_digest: str | None = None
+    at_ms: int = 0
+    version: int = 0
+    failed: AttemptFailed | None = None
 
 
-_decode_step: Final = msgspec.json.Decoder(StepRecorded).decode
+_decode_step: Final = msgspec.json.Decoder(Recorded).decode
 _decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
 
 
@@ -555,13 +558,21 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
     history: dict[str, Recorded] = {}
     for row in stored:
         if row.topic == "StepRecorded":
-            event = _decode_step(row.payload)
-            history[event.step] = Recorded(event, row.recorded_at_ms, row.version)
+            found = _decode_step(row.payload)
+            found.at_ms = row.recorded_at_ms
+            found.version = row.version
+            history[found.step] = found
         elif row.topic == "AttemptFailed":
             failed = _decode_failure(row.payload)
-            history[failed.step] = Recorded(failed, row.recorded_at_ms, row.version)
+            history[failed.step] = Recorded(
+                failed.step,
+                inputs_digest=failed.inputs_digest,
+                at_ms=row.recorded_at_ms,
+                version=row.version,
+                failed=failed,
+            )
         elif row.topic == "WorkflowRetried":
-            for name in [name for name, found in history.items() if type(found.event) is AttemptFailed]:
+            for name in [name for name, found in history.items() if found.failed is not None]:
                 del history[name]
     return history
 

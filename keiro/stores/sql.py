@@ -209,15 +209,21 @@ class Sql:
 
     def to_stored(self, row: Row) -> Stored:
         """A row of the journal."""
+        position, run_key, version, event_id, topic, payload, recorded_at_ms, *run_id = row
+        if type(position) is int:  # a driver that gives values as they are stored
+            payload = self._open(payload)
+            if type(event_id) is bytes:
+                return Stored(position, run_key, version, event_id, topic, payload, recorded_at_ms, *run_id)
+            return Stored(position, run_key, version, _id_bytes(event_id), topic, payload, recorded_at_ms, *run_id)
         return Stored(
-            int(row[0]),
-            int(row[1]),
-            int(row[2]),
-            _id_bytes(row[3]),
-            row[4],
-            self._open(row[5]),
-            int(row[6]),
-            row[7] if len(row) > 7 else "",
+            int(position),
+            int(run_key),
+            int(version),
+            _id_bytes(event_id),
+            topic,
+            self._open(payload),
+            int(recorded_at_ms),
+            *run_id,
         )
 
     # Programs
