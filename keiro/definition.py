@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, overload
+from types import FunctionType
+from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from keiro.codec import Decoder, InputCodec, input_codec, result_decoder
 from keiro.errors import InvalidCall
@@ -69,25 +69,19 @@ class Step:
         return f"<step {self.name}>"
 
 
-_plain: weakref.WeakKeyDictionary[Callable[..., Any], Step] = weakref.WeakKeyDictionary()
+_MADE: Final = "__keiro_step__"
 
 
 def step_of(fn: Callable[..., Any]) -> Step:
-    """The step a callable stands for: itself, or one made (once) of a plain function."""
+    """The step a callable stands for: itself, or one made of a plain function, once."""
     if type(fn) is Step:
         return fn
-    try:
-        found = _plain.get(fn)
-    except TypeError:  # unhashable, or not weakly referable: made anew at each call
+    if type(fn) is not FunctionType:
         return Step(fn)
-    if found is None:
-        found = Step(fn)
-        # A bound method is a new object at each access and dies at once: caching it would only churn.
-        if not inspect.ismethod(fn):
-            try:
-                _plain[fn] = found
-            except TypeError:
-                pass
+    found: Step | None = fn.__dict__.get(_MADE)
+    # A decorator that copies attributes, as functools.wraps does, copies this one to another function.
+    if found is None or found.fn is not fn:
+        found = fn.__dict__[_MADE] = Step(fn)
     return found
 
 
