@@ -35,14 +35,14 @@ from keiro.decisions import (
 )
 from keiro.definition import Step, Workflow
 from keiro.errors import (
+    DecodeFailed,
     KeiroError,
     NonDeterminism,
     PayloadRejected,
     ProjectionFailed,
     RunSealed,
     StepNameClash,
-    StoreBusy,
-    StoreUnavailable,
+    StoreError,
 )
 from keiro.events import (
     AttemptFailed,
@@ -75,6 +75,9 @@ class Host(Protocol):
 
     def wall_ms(self) -> int:
         """The time events are recorded at."""
+
+    def holds(self) -> bool:
+        """Whether this process still owns its runs, so that an effect may begin; if not, it seals them."""
 
     def report(self, event: str, run_id: str, **fields: object) -> None:
         """Tell operators something they should know."""
@@ -110,7 +113,6 @@ class Driver:
 
     __slots__ = (
         "__weakref__",
-        "_version",
         "_history",
         "_ids",
         "_in_flight",
@@ -119,7 +121,9 @@ class Driver:
         "_loop",
         "_names",
         "_root",
+        "_stored",
         "_unseen",
+        "_version",
         "draining",
         "epoch",
         "host",
@@ -138,7 +142,7 @@ class Driver:
         self.owner = head.owner
         self.epoch = head.epoch
         self.sealed = False
-        self.draining = False
+        self.draining: asyncio.Event | None = None
         self._in_flight = 0
         self.lost = False
         self.task: Task[None] | None = None
@@ -146,11 +150,10 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
-        self._history: dict[str, Recorded] = history_of(stored)
+        self._stored: list[Stored] = stored
+        self._history: dict[str, Recorded] = {}
         self._unseen = _NO_EVENTS
         self._known = head.version
-        if workflow.aggregate is not None:
-            self._unseen = deque(row for row in stored if ":" in row.topic)
         self._root: Strand | None = None
         self._instance: WorkflowRun
 
@@ -163,6 +166,7 @@ class Driver:
         self.task = task
         if self.sealed:
             return  # before its first tick: there was no task to cancel yet
+        self._remember()
         self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
         _strand.set(self._root)
         self._instance = instance = aggregate_of(self.workflow, self.run)
@@ -188,7 +192,21 @@ class Driver:
         if self.sealed:
             # The body swallowed the seal and went on to its end: whatever it returned is not the run's.
             return
-        await self._settle(event)
+        try:
+            await self._settle(event)
+        except RunSealed:
+            return
+
+    def _remember(self) -> None:
+        """Read the history, here and not where runs are adopted: one that cannot be read stops no other run."""
+        stored, self._stored = self._stored, []
+        check_contiguous(self.run.run_id, stored, after=1, until=self._known)
+        if stored:
+            # More than the head had at the claim, where somebody appended before the history was read.
+            self._version = self._known = stored[-1].version
+        self._history = history_of(stored)
+        if self.workflow.aggregate is not None:
+            self._unseen = deque(row for row in stored if ":" in row.topic)
 
     def _failed(self, error: BaseException) -> Event:
         policy = self.workflow.retry
@@ -211,12 +229,14 @@ class Driver:
         """Stop the body before its next effect; from now on nothing is recorded."""
         if not self.sealed:
             self.sealed = True
+            if self.draining is not None:
+                self.draining.set()
             if self.task is not None and not self.task.done():
                 self.task.cancel()
 
     def drain(self) -> None:
-        """Let the steps under way end and be recorded, then stop."""
-        self.draining = True
+        """Let the steps under way end and be recorded, begin no other, then stop."""
+        self.draining = asyncio.Event()
         if not self._in_flight:
             self.seal()
 
@@ -231,7 +251,7 @@ class Driver:
             at_ms = self.host.wall_ms()
             try:
                 outcome = await self._send(events, at_ms)
-            except (StoreBusy, StoreUnavailable, ProjectionFailed) as error:
+            except (StoreError, ProjectionFailed) as error:
                 # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
                 # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
                 # the run now has.
@@ -276,7 +296,7 @@ class Driver:
                 raise RunSealed(_sealed(self.run.run_id))
             try:
                 found = await self.host.store.head(self.run.run_id)
-            except (StoreBusy, StoreUnavailable):
+            except StoreError:
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
                 continue
             if found is not None:
@@ -363,7 +383,10 @@ class Driver:
         step.decode.compile()
         digest = codec.digest(args, kwargs) if args or kwargs else None
         while True:
-            if self.sealed:
+            if self.draining is not None:
+                # Steps of other tasks are still to end and be recorded: raising here could stop the body before.
+                await self.draining.wait()
+            if self.sealed or not host.holds():
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
             self._in_flight += 1
@@ -408,7 +431,7 @@ class Driver:
                     return step.decode(payload)
             finally:
                 self._in_flight -= 1
-                if self.draining and not self._in_flight:
+                if self.draining is not None and not self._in_flight:
                     self.seal()
             await self._pause(again_at)
             attempt += 1
@@ -471,8 +494,9 @@ class Driver:
         if version > self._known:
             key = self.run.run_key
             rows = (await self.host.store.history([key], after=self._known))[key]
+            check_contiguous(self.run.run_id, rows, after=self._known, until=version)
             self._unseen.extend(row for row in rows if ":" in row.topic)
-            self._known = rows[-1].version if rows else version
+            self._known = rows[-1].version
         while self._unseen and self._unseen[0].version <= version:
             apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
 
@@ -556,25 +580,45 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
     A retry of the workflow gives its failed steps a new chance; what succeeded stays.
     """
     history: dict[str, Recorded] = {}
-    for row in stored:
-        if row.topic == "StepRecorded":
-            found = _decode_step(row.payload)
-            found.at_ms = row.recorded_at_ms
-            found.version = row.version
-            history[found.step] = found
-        elif row.topic == "AttemptFailed":
-            failed = _decode_failure(row.payload)
-            history[failed.step] = Recorded(
-                failed.step,
-                inputs_digest=failed.inputs_digest,
-                at_ms=row.recorded_at_ms,
-                version=row.version,
-                failed=failed,
-            )
-        elif row.topic == "WorkflowRetried":
-            for name in [name for name, found in history.items() if found.failed is not None]:
-                del history[name]
+    try:
+        for row in stored:
+            if row.topic == "StepRecorded":
+                found = _decode_step(row.payload)
+                found.at_ms = row.recorded_at_ms
+                found.version = row.version
+                history[found.step] = found
+            elif row.topic == "AttemptFailed":
+                failed = _decode_failure(row.payload)
+                history[failed.step] = Recorded(
+                    failed.step,
+                    inputs_digest=failed.inputs_digest,
+                    at_ms=row.recorded_at_ms,
+                    version=row.version,
+                    failed=failed,
+                )
+            elif row.topic == "WorkflowRetried":
+                for name in [name for name, found in history.items() if found.failed is not None]:
+                    del history[name]
+    except msgspec.DecodeError as error:
+        raise DecodeFailed(
+            f"event {row.version} of run {row.run_key} ({row.topic}) cannot be read: {error}. Nothing of the run is "
+            "replayed without it: restore the journal from a backup, or update keiro if a newer one wrote it",
+            where=row.topic,
+        ) from error
     return history
+
+
+def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: int) -> None:
+    """Raise `StoreError` unless `stored` is every event of the run from version `after` + 1 to `until` at least.
+
+    A step that is missing from a history would run again, as if it had never happened.
+    """
+    last = stored[-1].version if stored else after
+    if last != after + len(stored) or last < until:
+        raise StoreError(
+            f"the journal of {run_id} has {len(stored)} events after version {after} and the last is {last}, but the "
+            f"run has reached {max(last, until)}: some are missing. Restore them from a backup; it is not driven on"
+        )
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:

@@ -116,6 +116,8 @@ class Engine:
         self._waiting: dict[str, set[Future[Run]]] = {}
         self._moved: set[asyncio.Event] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._births: set[str] = set()
+        self._closing = False
 
     def _register(self, workflow: Workflow) -> None:
         other = self._workflows.setdefault(workflow.name, workflow)
@@ -128,6 +130,7 @@ class Engine:
         await self.store.open(migrate=self._migrate)
         try:
             await self._read_models.open(create=self._migrate, moved=self._moved)
+            self._closing = False
             self._worker = Worker(self, list(self._workflows), claims=self._claims)
             await self._worker.start()
         except BaseException:
@@ -145,6 +148,7 @@ class Engine:
         """Stop driving runs. Steps under way get `grace` seconds (default: the engine's) to end and be recorded; then
         the runs are handed back: pending again, for the next start or another process."""
         worker = self._opened()
+        self._closing = True
         await worker.stop_claiming()
         drivers = list(self._resident.values())
         for driver in drivers:
@@ -208,14 +212,17 @@ class Engine:
         key = check_key(id) if id is not None else uuid.uuid4().hex
         payload = definition.input.encode(args, kwargs, limit=self.payload_limit)
         started = WorkflowStarted(workflow=definition.name, key=key, input=Raw(payload), version=definition.version)
-        owned = self._claims and registered is not None and len(self._resident) < self._concurrency
-        command = Start(
-            run_id(definition.name, key),
-            new(started, uuid.uuid4().bytes),
-            self.wall_ms(),
-            worker.key if owned and worker.leased and connection is None else None,
-        )
-        outcome = await self._submit(command, connection)
+        own_id = run_id(definition.name, key)
+        owned = registered is not None and worker.leased and connection is None and self.free_slots() > 0
+        command = Start(own_id, new(started, uuid.uuid4().bytes), self.wall_ms(), worker.key if owned else None)
+        if owned:
+            self._births.add(own_id)
+        try:
+            outcome = await self._submit(command, connection)
+        finally:
+            if owned and own_id in self._births:
+                self._births.discard(own_id)
+                self._freed()
         match outcome:
             case Appended(run=Run() as run) | Existing(run):
                 pass
@@ -286,7 +293,8 @@ class Engine:
             triggered = new_events(state, method, args, kwargs)
             if not triggered:
                 return rows[-1].version
-            ids = [event_id or uuid.uuid4().bytes, *(uuid.uuid4().bytes for _ in triggered[1:])]
+            # The last event has the id of the command: who finds it there has found all of them.
+            ids = [*(uuid.uuid4().bytes for _ in triggered[1:]), event_id or uuid.uuid4().bytes]
             news = tuple(
                 New(event, one, self.mapper.encode(event)[1]) for event, one in zip(triggered, ids, strict=True)
             )
@@ -456,6 +464,9 @@ class Engine:
 
     def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
         """Drive a run this engine's worker owns."""
+        self._births.discard(run.run_id)
+        if self._closing:
+            return  # nobody would seal or await it any more; the end of the worker hands it back
         driver = Driver(self, self._workflows[run.workflow], run, head, stored)
         self._resident[run.run_id] = driver
         task = asyncio.get_running_loop().create_task(driver.drive(), name=run.run_id)
@@ -469,12 +480,15 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A fault of the engine or of the store, not of the body: the run goes back after the next renewal.
             log.error("%s could not be driven on; it will be handed back", driver.run.run_id, exc_info=error)
-        if self._worker is not None and len(self._resident) == self._concurrency - 1:
+        self._freed()
+
+    def _freed(self) -> None:
+        if self._worker is not None and self.free_slots() == 1:
             self._worker.wake()
 
     def free_slots(self) -> int:
-        """How many more runs may be resident."""
-        return self._concurrency - len(self._resident)
+        """How many more runs may be resident; those that are being born count."""
+        return self._concurrency - len(self._resident) - len(self._births)
 
     def resident_keys(self) -> set[int]:
         """The run_keys of the runs that are driven here."""
@@ -484,6 +498,10 @@ class Engine:
         """Stop all resident runs before their next effect."""
         for driver in list(self._resident.values()):
             driver.seal()
+
+    def holds(self) -> bool:
+        """Whether the lease of this engine's worker covers an effect that begins now."""
+        return self._worker is not None and self._worker.holds()
 
     def wall_ms(self) -> int:
         """The time events are recorded at: the store's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,9 @@ from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
 
 CLAIM_BATCH: Final = 200
+RETRY_S: Final = 0.5
+"""How soon a lease that could not be renewed is tried again."""
+_CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Employer(Protocol):
@@ -57,7 +61,7 @@ class Worker:
         self._claims = claims
         self._incarnation = incarnation()
         self.key = 0
-        self._renewed_at = 0.0
+        self._renewed_at = 0.0  # by `_elapsed`
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
@@ -67,8 +71,7 @@ class Worker:
     async def start(self) -> None:
         """Register, take over from workers of this host that are gone, and begin to work."""
         loop = asyncio.get_running_loop()
-        self.key = await self._store.register(self._incarnation)
-        self._renewed_at = loop.time()
+        await self._register()
         await self._bury_dead()
         await self._store.adopt_orphans()
         await self.report_unregistered()
@@ -99,6 +102,15 @@ class Worker:
         """Whether new runs may be born as this worker's."""
         return self._claims and not self._sealed
 
+    def holds(self) -> bool:
+        """Whether the lease covers an effect that begins now. If it could not be renewed in time, all runs are sealed
+        here and now: the loop may have been blocked, or the process stopped, so that no timer could do it."""
+        if not self._sealed and (_elapsed() - self._renewed_at) * 1000 > SEAL_MS:
+            # Before anybody may take our runs, so that no effect of ours overlaps with theirs.
+            self._sealed = True
+            self._employer.seal_all()
+        return not self._sealed
+
     def wake(self) -> None:
         """There may be something to claim."""
         self._wake.set()
@@ -112,8 +124,8 @@ class Worker:
             try:
                 if not self._sealed:
                     pause = await self._claim_all()
-            except StoreError as error:
-                self._employer.report("store_away", "", error=str(error))
+            except Exception as error:
+                self._trouble(error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -129,7 +141,8 @@ class Worker:
                 # Claimed but not driven would be owned by a living worker for ever.
                 await self._hand_back([run.run_key for run, _ in taken])
                 raise
-            if self._sealed:
+            if self._sealed or not self._claims:
+                # The runs are this worker's and not driven: the end of its incarnation hands them back.
                 return SAFETY_POLL_S
             for run, head in taken:
                 self._employer.adopt(run, head, histories[run.run_key])
@@ -137,6 +150,11 @@ class Worker:
         if due is None:
             return SAFETY_POLL_S
         return min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
+
+    def _trouble(self, error: Exception) -> None:
+        # Whatever it was, the loops go on: a worker that ended without a word would leave its runs to nobody.
+        known = isinstance(error, StoreError | TimeoutError)
+        self._employer.report("store_away" if known else "worker_fault", "", error=str(error) or repr(error))
 
     async def _hand_back(self, run_keys: list[int]) -> None:
         with suppress(StoreError):
@@ -154,27 +172,34 @@ class Worker:
     # The lease
 
     async def _keep_lease(self) -> None:
-        loop = asyncio.get_running_loop()
         pause = RENEW_MS / 1000
         while True:
             await asyncio.sleep(pause)
             pause = RENEW_MS / 1000
+            # A store that does not answer is as good as one that is away: the runs must be sealed in time all the same.
+            left = None if self._sealed else self._renewed_at + SEAL_MS / 1000 - _elapsed()
             try:
-                started = loop.time()
-                if not self._sealed and await self._store.renew(self.key):
-                    # Counted from before the statement was sent: the lease cannot have begun earlier.
-                    self._renewed_at = started
-                    await self._store.adopt_orphans()
-                    await self._release_strays()
-                else:
-                    await self._begin_again()
-            except StoreError as error:
-                self._employer.report("store_away", "", error=str(error))
-                pause = 0.5
-                if not self._sealed and (loop.time() - self._renewed_at) * 1000 > SEAL_MS:
-                    # Before anybody may take our runs, so that no effect of ours overlaps with theirs.
-                    self._sealed = True
-                    self._employer.seal_all()
+                async with asyncio.timeout(left):
+                    await self._renew()
+            except Exception as error:
+                self._trouble(error)
+                pause = RETRY_S
+                self.holds()
+
+    async def _renew(self) -> None:
+        started = _elapsed()
+        if self._sealed or not await self._store.renew(self.key):
+            await self._begin_again()
+            return
+        # Counted from before the statement was sent: the lease cannot have begun earlier.
+        self._renewed_at = started
+        await self._store.adopt_orphans()
+        await self._release_strays()
+
+    async def _register(self) -> None:
+        started = _elapsed()
+        self.key = await self._store.register(self._incarnation)
+        self._renewed_at = started
 
     async def _release_strays(self) -> None:
         """Hand back what this worker owns and does not drive: a claim or a start whose answer was lost on the way.
@@ -197,8 +222,7 @@ class Worker:
         for row in await self._store.workers():
             if row.worker_id == old.worker_id:
                 await self._store.bury(row)
-        self.key = await self._store.register(self._incarnation)
-        self._renewed_at = asyncio.get_running_loop().time()
+        await self._register()
         self._sealed = False
         await self._store.adopt_orphans()
         self.wake()
@@ -212,8 +236,8 @@ class Worker:
                 self._employer.tick()
                 await self._bury_dead()
                 await self.report_unregistered()
-            except StoreError as error:
-                self._employer.report("store_away", "", error=str(error))
+            except Exception as error:
+                self._trouble(error)
 
     async def _bury_dead(self) -> None:
         now = self._store.now_ms()
@@ -224,6 +248,11 @@ class Worker:
             if await self._store.bury(row):
                 self._employer.report("worker_buried", "", worker=row.worker_id, host=row.host, pid=row.pid)
                 self.wake()
+
+
+def _elapsed() -> float:
+    # Goes on while the machine sleeps, as the leases in the store do.
+    return time.clock_gettime(_CLOCK)
 
 
 def incarnation() -> Incarnation:

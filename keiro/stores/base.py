@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from keiro.decisions import Command, Outcome, Stored
+from keiro.errors import StoreUnavailable
 from keiro.rows import Head, Run
 
 if TYPE_CHECKING:
@@ -150,6 +151,13 @@ class Store(Protocol):
 
     async def adopt_orphans(self) -> bool:
         """Make pending every run whose owner is no listed worker; whether there were any."""
+
+
+def refused_when_closed(loop: AbstractEventLoop) -> Future[Outcome]:
+    """The answer to a command that comes after `close`."""
+    future: Future[Outcome] = loop.create_future()
+    future.set_exception(StoreUnavailable("the engine is closed: nothing can be written any more"))
+    return future
 
 
 def wall_ms() -> int:

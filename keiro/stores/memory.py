@@ -21,7 +21,17 @@ from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
-from keiro.stores.base import LEASE_MS, Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.base import (
+    LEASE_MS,
+    Clock,
+    Incarnation,
+    Listener,
+    Pending,
+    Queue,
+    WorkerRow,
+    refused_when_closed,
+    wall_ms,
+)
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
@@ -103,15 +113,19 @@ class MemoryStore:
         """Nothing to connect to."""
         self._loop = asyncio.get_running_loop()
         self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush))
+        self._closed = False
         self._db.open_stores.append(self)
 
     async def close(self) -> None:
         """Commit what is queued."""
         self._flush()
+        self._closed = True
         self._db.open_stores.remove(self)
 
     def submit(self, command: Command) -> Future[Outcome]:
         """Queue a command."""
+        if self._closed:
+            return refused_when_closed(self._loop)
         return self._queue.put(command)
 
     def _flush(self) -> None:
@@ -160,7 +174,7 @@ class MemoryStore:
         run = self._runs.get(command.run_id)
         if run is None:
             return None
-        event_id = command.started.event_id if isinstance(command, Start) else command.events[0].event_id
+        event_id = command.started.event_id if isinstance(command, Start) else command.events[-1].event_id
         overtaken = False
         if isinstance(command, Append) and command.owner is None and command.expected is not None:
             overtaken = any(":" in row.topic for row in self._by_run[run.run_key][command.expected :])

@@ -27,7 +27,7 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
 from keiro.stores import migrate
-from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow
+from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow, refused_when_closed
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_psycopg, join_postgres, which_database
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
@@ -277,9 +277,7 @@ class PostgresStore:
     def submit(self, command: Command) -> Future[Outcome]:
         """Queue a command for the next batch."""
         if self._closing:
-            future: Future[Outcome] = self._loop.create_future()
-            future.set_exception(StoreUnavailable("the engine is closed: nothing can be written any more"))
-            return future
+            return refused_when_closed(self._loop)
         if self._gated is not None and self._inline is not None and self._inline.gates(command):
             pending = Pending(command, self._loop.create_future())
             self._gated.put(pending)
@@ -327,6 +325,7 @@ class PostgresStore:
             return await self._commit_one(conn, batch)
         seal = self._sql.seal
         left: list[Pending] = []
+        behind: set[str] = set()  # runs of which a command is left: those that came after it must not overtake it
         heads: dict[int, list[Any]] = {}
         events: list[tuple[Any, ...]] = []
         rows: dict[int, Run] = {}
@@ -335,14 +334,16 @@ class PostgresStore:
         for pending in batch:
             command = pending.command
             if isinstance(command, Append):
-                if command.owner is None or command.expected is None:
+                if command.owner is None or command.expected is None or command.run_id in behind:
                     left.append(pending)
+                    behind.add(command.run_id)
                     continue
                 head = heads.get(command.run_key)
                 if head is None:
                     head = heads[command.run_key] = [command.expected, command.owner, command.epoch, 0, False]
-                elif command.expected != head[0] + head[3] or command.epoch != head[2]:
+                elif command.expected != head[0] + head[3] or [command.owner, command.epoch] != head[1:3]:
                     left.append(pending)
+                    behind.add(command.run_id)
                     continue
                 version = command.expected
                 for one in command.events:
@@ -364,8 +365,9 @@ class PostgresStore:
                 appends.append((pending, command))
             else:
                 run = born(command)
-                if command.run_id in births or not _plain(run):
+                if command.run_id in births or command.run_id in behind or not _plain(run):
                     left.append(pending)
+                    behind.add(command.run_id)
                 else:
                     births[command.run_id] = (pending, run, command)
         if not heads and not births:
@@ -399,6 +401,9 @@ class PostgresStore:
         left += [pending for pending, _, _ in births.values()]
         changed += [run for key, run in rows.items() if key in keys]
         self._published(changed)
+        if len(left) > 1:
+            came = {pending: n for n, pending in enumerate(batch)}
+            left.sort(key=came.__getitem__)
         return left
 
     async def _commit_one(self, conn: Connection | _Projecting, batch: list[Pending]) -> list[Pending]:

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from keiro.codec import Codec
 from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
-from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run
+from keiro.errors import StoreError
+from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
 
 Row: TypeAlias = tuple[Any, ...]
@@ -40,6 +41,7 @@ MUTABLE: Final = (
 _INTEGERS: Final = frozenset(
     i for i, name in enumerate(RUN_COLUMNS) if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
 )
+_STATUSES: Final = frozenset(Status)
 _SEALED: Final = frozenset(i for i, name in enumerate(RUN_COLUMNS) if name in PAYLOAD_COLUMNS)
 
 
@@ -197,6 +199,12 @@ class Sql:
             if value is not None:
                 value = int(value) if i in _INTEGERS else self._open(value) if i in _SEALED else value
             values[name] = value
+        if values["status"] not in _STATUSES:
+            # Whatever it means, it must not look as if the run could go on.
+            raise StoreError(
+                f"{values['run_id']} has the status {values['status']!r}, which this version of keiro does not know. "
+                "Update keiro if a newer one wrote it, else correct the row"
+            )
         return Run(**values)
 
     def to_owned(self, row: Row) -> tuple[Run, Head]:
@@ -230,7 +238,7 @@ class Sql:
 
     def execute(self, command: Command) -> Program[tuple[Outcome, Decision]]:
         """Load what the command needs, decide, write."""
-        event_id = command.started.event_id if isinstance(command, Start) else command.events[0].event_id
+        event_id = command.started.event_id if isinstance(command, Start) else command.events[-1].event_id
         text = self.text
         needs: list[Statement] = [(text.load, (command.run_id,)), (text.load_event, (command.run_id, event_id))]
         if isinstance(command, Append) and command.owner is None and command.expected is not None:

@@ -8,7 +8,6 @@ blocks on it.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable, Sequence
@@ -17,13 +16,13 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from keiro.codec import Codec
-from keiro.decisions import Append, Appended, Command, Decision, Outcome, Start, Stored, born, releases
+from keiro.decisions import Append, Appended, Command, Outcome, Stored, born, releases
 from keiro.errors import KeiroError, ProjectionFailed, StoreBusy
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
-from keiro.rows import RUN_COLUMNS, Head, Run
+from keiro.rows import Head, Run
 from keiro.stores import migrate
-from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, wall_ms
+from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, refused_when_closed, wall_ms
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_sqlite, join_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
@@ -66,6 +65,7 @@ class SQLiteStore:
         await self._ensure(migrate)
         self._conn = self._connect()
         self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush))
+        self._closed = False
         self._wake = WakeSocket(self._loop, self._woken)
         self._data_version = self._pragma("data_version")
         self._poll = self._loop.call_later(1.0, self._look)
@@ -99,6 +99,7 @@ class SQLiteStore:
                 await asyncio.sleep(BUSY_RETRY_S)
         if self._retry is not None:
             self._retry.cancel()
+        self._closed = True
         self._wake.close()
         self._conn.close()
 
@@ -130,6 +131,8 @@ class SQLiteStore:
 
     def submit(self, command: Command) -> Future[Outcome]:
         """Queue a command for the commit of this tick."""
+        if self._closed:
+            return refused_when_closed(self._loop)
         if self._gated is not None and self._inline is not None and self._inline.gates(command):
             pending = Pending(command, self._loop.create_future())
             self._gated.put(pending)
@@ -138,31 +141,40 @@ class SQLiteStore:
 
     def _flush(self) -> None:
         batch = self._queue.take()
-        if not batch:
+        error = self._flushed(batch) if batch else None
+        if error is None:
             return
+        if is_busy(error):
+            self._come_back(batch, error)
+        elif len(batch) == 1:
+            self._fail(batch[0], error)
+        else:
+            # One bad command must not take the others down.
+            for n, one in enumerate(batch):
+                error = self._flushed([one])
+                if error is not None and is_busy(error):
+                    self._come_back(batch[n:], error)
+                    return
+                if error is not None:
+                    self._fail(one, error)
+
+    def _flushed(self, batch: list[Pending]) -> Exception | None:
+        """Commit a batch and tell; the error, if nothing was written."""
         try:
             settled, changed = self._commit(batch)
-        except sqlite3.Error as error:
-            if is_busy(error):
-                self._come_back(batch, error)
-            elif len(batch) > 1:
-                # One bad command must not take the others down.
-                for one in batch:
-                    self._queue.front([one])
-                    self._flush()
-            else:
-                batch[0].fail(_caused(sqlite_fault(error, self.path), error))
-            return
         except Exception as error:
-            for pending in batch:
-                pending.fail(error)
-            return
+            return error
         self._busy_since = None
         for pending, outcome in settled:
             pending.settle(outcome)
         self._published(changed)
+        return None
 
-    def _come_back(self, batch: list[Pending], error: sqlite3.Error) -> None:
+    def _fail(self, pending: Pending, error: Exception) -> None:
+        known = isinstance(error, sqlite3.Error)
+        pending.fail(_caused(sqlite_fault(error, self.path), error) if known else error)
+
+    def _come_back(self, batch: list[Pending], error: Exception) -> None:
         now = self._loop.time()
         if self._busy_since is None:
             self._busy_since = now
@@ -443,7 +455,7 @@ class SQLiteStore:
 
     async def workers(self) -> list[WorkerRow]:
         """All workers."""
-        return self._drive(self._sql.workers())
+        return self._sql.to_workers(self._select(self._sql.text.list_workers, ()))
 
     async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
         """Take pending runs."""

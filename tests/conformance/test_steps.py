@@ -62,7 +62,9 @@ async def replay(engine: keiro.Engine, handle: keiro.Handle, workflow: keiro.Wor
     assert found is not None
     run, head = found
     stored = (await engine.store.history([run.run_key], after=1))[run.run_key]
-    driver = Replay(engine, workflow, run, head, [row for row in stored if row.topic != "WorkflowCompleted"])
+    stored = [row for row in stored if row.topic != "WorkflowCompleted"]
+    head.version = len(stored) + 1
+    driver = Replay(engine, workflow, run, head, stored)
     await asyncio.create_task(driver.drive())
     return driver.ended
 
