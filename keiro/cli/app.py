@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from keiro.cli import output
-from keiro.cli.driving import drive, load_workflow, parse_input
+from keiro.cli.driving import GRACE_S, driven, load_workflow, parse_input
+from keiro.cli.reading import journal as reading
 from keiro.engine import DEFAULT_URL, Engine
-from keiro.errors import InvalidCall, KeiroError, RunNotFound, WorkflowCancelled, WorkflowFailed
-from keiro.identity import parse_run_id
+from keiro.errors import InvalidCall, KeiroError
 from keiro.mapper import EventMapper
-from keiro.rows import Run
-from keiro.stores import open_store
-from keiro.stores.base import Store
-
-T = TypeVar("T")
+from keiro.projections.steps import steps
+from keiro.rows import Status
 
 app = typer.Typer(
     name="keiro",
     help="Durable workflows over a journal in SQLite or Postgres.",
+    epilog="Exit codes: 0 done, 1 the run failed or was cancelled, 2 the command could not do it, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -37,114 +37,126 @@ app = typer.Typer(
 
 Url = Annotated[
     str,
-    typer.Option(envvar="KEIRO_URL", help="Where the journal is: sqlite:///file.db or postgresql://host/database."),
+    typer.Option(
+        envvar="KEIRO_URL", metavar="URL", help="Where the journal is: sqlite:///file.db or postgresql://host/database."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, wf:<workflow>-<key>.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[_ToStandardError()])
+
+
+class _ToStandardError(logging.Handler):
+    """Writes where standard error leads at the moment: while progress is shown, above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        output.note(f"{record.levelname.lower()}: {self.format(record)}")
 
 
 @app.command()
 def run(
     workflow: Annotated[str, typer.Argument(metavar="MODULE:WORKFLOW", help="For example orders:fulfil.")],
     input: Annotated[
-        str, typer.Option(help="JSON: an object is the arguments by name, an array by place, anything else the only one.")
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="The arguments: an object has them by name, an array by place, else it is the only one.",
+        ),
     ] = "{}",
-    id: Annotated[str | None, typer.Option(help="The run's id; without it an unfinished equal run goes on.")] = None,
+    id: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="The run's key. Without it an unfinished run with equal input goes on."),
+    ] = None,
     url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only: no progress, and a failure too.")] = False,
 ) -> None:
-    """Run a workflow to its result; started again after a kill, it goes on where it stopped."""
+    """Run a workflow to its result. Started again after a kill, it goes on where it stopped.
 
-    async def work() -> Any:
-        module, definition = load_workflow(workflow)
-        args, kwargs = parse_input(input)
-        engine = Engine(url, workflows=module, migrate=True)
-        return await drive(engine, definition, args, kwargs, id, quiet=as_json)
+    The result is printed as JSON. What steps print goes to standard error.
+    """
+    output.keep_apart()
 
-    output.result(_run(work()))
+    async def work() -> bool:
+        workflows, definition = load_workflow(workflow)
+        arguments = parse_input(input, definition)
+        engine = Engine(url, workflows=workflows, migrate=True, grace=GRACE_S)
+        async with driven(engine, definition, arguments, id, quiet=as_json) as ended:
+            output.ended(ended, as_json)
+        return ended.status == Status.COMPLETED
+
+    if not _run(work()):
+        sys.exit(1)
 
 
 @app.command()
 def demo(
-    folder: Annotated[Path | None, typer.Argument(help="What to measure (default: Python's standard library).")] = None,
-    url: Annotated[str, typer.Option(help="Where the journal is.")] = "sqlite:///keiro-demo.db",
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="What to measure (default: Python's standard library).")
+    ] = None,
+    url: Annotated[str, typer.Option(metavar="URL", help="Where the journal is.")] = "sqlite:///keiro-demo.db",
     as_json: AsJson = False,
 ) -> None:
     """Measure every file of a folder in durable steps. Kill it whenever you like and start it again."""
     from keiro.cli import demo as demonstration
 
-    async def work() -> demonstration.Summary:
-        root = demonstration.root(folder)
-        engine = Engine(url, workflows=[demonstration.measure_folder], migrate=True)
-        found = await drive(engine, demonstration.measure_folder, (str(root),), {}, None, quiet=as_json)
-        assert isinstance(found, demonstration.Summary)
-        return found
+    output.keep_apart()
 
-    summary = _run(work())
-    if as_json:
-        output.result(summary)
-    else:
-        output.summary(summary, url)
+    async def work() -> bool:
+        arguments = demonstration.arguments(folder, url)
+        engine = Engine(
+            url,
+            workflows=[demonstration.measure_folder],
+            migrate=True,
+            grace=GRACE_S,
+            payload_limit=demonstration.PAYLOAD_LIMIT,
+        )
+        async with driven(engine, demonstration.measure_folder, arguments, None, quiet=as_json) as ended:
+            if as_json or ended.result_json is None:
+                output.ended(ended, as_json)
+            else:
+                output.summary(demonstration.summary_of(ended.result_json), ended.run_id, url)
+        return ended.status == Status.COMPLETED
+
+    if not _run(work()):
+        sys.exit(1)
 
 
 @app.command("list")
 def list_runs(
-    status: Annotated[str | None, typer.Option(help="Only runs with this status.")] = None,
-    workflow: Annotated[str | None, typer.Option(help="Only runs of this workflow.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 100,
+    status: Annotated[Status | None, typer.Option(help="Only runs with this status.")] = None,
+    workflow: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this workflow.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="At most so many.")] = 100,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """List runs, newest first."""
-    from keiro.rows import Status
-
-    if status is not None and status not in set(Status):
-        _fail(f"{status!r} is no status; there are: {', '.join(Status)}")
-
-    async def read(store: Store) -> list[Run]:
-        return await store.runs(status=status, workflow=workflow, limit=limit)
-
-    output.runs(_read(url, read), as_json)
+    with _reporting(), reading(url) as journal:
+        found = journal.runs(status, workflow, limit)
+    output.runs(found, as_json)
 
 
 @app.command()
-def show(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, wf:<workflow>-<key>.")],
-    url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
-) -> None:
+def show(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a run: its state, and its steps with their durations."""
-    from keiro.projections.steps import steps
-
-    async def read(store: Store) -> tuple[Run, Any]:
-        run = await _found(store, run_id)
-        rows = (await store.history([run.run_key]))[run.run_key]
+    with _reporting(), reading(url) as journal:
+        found = journal.run(run_id)
         mapper = EventMapper()
-        return run, steps([mapper.decode_row(row, run_id) for row in rows])
-
-    found, rows = _read(url, read)
+        rows = steps(mapper.decode_row(event, run_id) for event in journal.events(found))
     output.run(found, rows, as_json)
 
 
 @app.command()
-def journal(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, wf:<workflow>-<key>.")],
-    url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
-) -> None:
+def journal(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Print the events of a run."""
-
-    async def read(store: Store) -> Any:
-        run = await _found(store, run_id)
-        return (await store.history([run.run_key]))[run.run_key]
-
-    output.journal(_read(url, read), as_json)
+    with _reporting(), reading(url) as opened:
+        events = opened.events(opened.run(run_id))
+    output.journal(events, as_json)
 
 
 @app.command()
@@ -154,56 +166,40 @@ def migrate(
     as_json: AsJson = False,
 ) -> None:
     """Bring the schema of a database up to date."""
-    from keiro.stores.migrate import HEAD
+    from keiro.stores import open_store
+    from keiro.stores.faults import postgres_target
+    from keiro.stores.migrate import HEAD, ensure_postgres, ensure_sqlite
+    from keiro.stores.sqlite import SQLiteStore
 
-    async def work() -> None:
+    with _reporting():
         store = open_store(url)
-        store.listener = output.Deaf()
-        await store.open(migrate=not check)
-        await store.close()
-
-    _run(work())
-    output.migrated(url, HEAD, as_json)
-
-
-async def _found(store: Store, run_id: str) -> Run:
-    parse_run_id(run_id)
-    run = await store.run(run_id)
-    if run is None:
-        raise RunNotFound(f"there is no run {run_id!r} here: `keiro list` shows those that exist")
-    return run
-
-
-def _read(url: str, read: Any) -> Any:
-    """Read from the journal without becoming a worker: nothing is written."""
-
-    async def work() -> Any:
         if url.startswith("memory:"):
-            raise InvalidCall("a memory:// journal ends with its process; there is nothing to read from outside")
-        store = open_store(url)
-        store.listener = output.Deaf()
-        await store.open(migrate=False)
-        try:
-            return await read(store)
-        finally:
-            await store.close()
-
-    return _run(work())
+            raise InvalidCall("memory:// has no schema: give --url sqlite:///file.db or postgresql://host/database")
+        if isinstance(store, SQLiteStore):
+            target = f"sqlite:///{store.path}"
+            ensure_sqlite(store.path, mode="verify" if check else "migrate")
+        else:
+            target = postgres_target(url)
+            ensure_postgres(url, mode="verify" if check else "migrate")
+    output.migrated(target, HEAD, as_json)
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    try:
+def _run(work: Coroutine[Any, Any, bool]) -> bool:
+    with _reporting():
         return asyncio.run(work)
-    except (WorkflowFailed, WorkflowCancelled) as error:
-        output.failed(error)
-        sys.exit(1)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Turn errors into messages and exit codes."""
+    try:
+        yield
     except KeiroError as error:
-        _fail(str(error))
+        output.fail(str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        output.note("interrupted: the run is handed back, start the same command again to go on")
+        output.note("interrupted: start the same command again to go on")
         sys.exit(130)
-
-
-def _fail(message: str) -> NoReturn:
-    output.note(f"keiro: {message}")
-    sys.exit(2)
+    except Exception:
+        # Not a failed run, whose exit code is 1: keiro itself has failed.
+        traceback.print_exc()
+        sys.exit(2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
 
@@ -15,10 +17,14 @@ from keiro.definition import step, workflow
 from keiro.errors import InvalidCall
 from keiro.run import WorkflowRun
 from keiro.scope import ScopedRun
+from keiro.stores import open_store
+from keiro.stores.sqlite import SQLiteStore
 
 BATCH: Final = 20
 AT_ONCE: Final = 4
-_LEFT_OUT: Final = frozenset(("__pycache__", "site-packages", "dist-packages", ".git"))
+PAYLOAD_LIMIT: Final = 512 * 1024 * 1024
+"""For the list of a folder's files, which is one step."""
+_NOT_OF_THE_LIBRARY: Final = ("__pycache__", "site-packages", "dist-packages")
 
 
 class FileFacts(msgspec.Struct):
@@ -55,32 +61,48 @@ class Summary(msgspec.Struct):
     groups: list[Group]
 
 
-def root(folder: Path | None) -> Path:
-    """The folder to measure; raises `InvalidCall` if it is none."""
-    found = (folder or Path(sysconfig.get_paths()["stdlib"])).resolve()
-    if not found.is_dir():
-        raise InvalidCall(f"{found} is not a folder")
-    return found
+def arguments(folder: Path | None, url: str) -> tuple[list[Any], dict[str, Any]]:
+    """The input of a run: the folder to measure, and what in it is left alone. Raises `InvalidCall`."""
+    root = (folder or Path(sysconfig.get_paths()["stdlib"])).resolve()
+    if not root.is_dir():
+        raise InvalidCall(f"{root} is not a folder: give the path of one that exists")
+    # Reading the journal's own files would drop the locks that this process holds on them.
+    own = [f"{file}{end}" for file in _journal(url) for end in ("", "-wal", "-shm", "-journal")]
+    return [str(root), own, list(_NOT_OF_THE_LIBRARY) if folder is None else []], {}
+
+
+def _journal(url: str) -> list[str]:
+    store = open_store(url)
+    return [os.path.realpath(store.path)] if isinstance(store, SQLiteStore) else []
+
+
+def summary_of(result_json: str) -> Summary:
+    """The result of a run."""
+    return msgspec.json.decode(result_json, type=Summary)
 
 
 @step
-def scan(folder: str) -> list[list[str]]:
-    """All files below the folder, as paths relative to it, in batches."""
+def scan(folder: str, own: list[str], skipped: list[str]) -> list[list[str]]:
+    """All files below the folder, as paths relative to it, in batches. Folders that cannot be listed are among them."""
     paths: list[str] = []
-    for where, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
-        paths += [os.path.relpath(os.path.join(where, name), folder) for name in names]
-    # A name that is not Unicode cannot be stored; such a file is left out rather than renamed.
-    paths = sorted(path for path in paths if path.isprintable() and "\ufffd" not in path and _is_text(path))
-    return [paths[at : at + BATCH] for at in range(0, len(paths), BATCH)]
+
+    def unreadable(error: OSError) -> None:
+        paths.append(error.filename)
+
+    for where, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if name not in skipped)
+        paths += [path for name in names if os.path.realpath(path := os.path.join(where, name)) not in own]
+    stored = sorted(_stored(os.path.relpath(path, folder)) for path in paths)
+    return [stored[at : at + BATCH] for at in range(0, len(stored), BATCH)]
 
 
-def _is_text(path: str) -> bool:
+def _stored(path: str) -> str:
+    """The path as text. One that is no UTF-8 is percent-encoded after `//`, with which no relative path begins."""
     try:
         path.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return f"//{quote(os.fsencode(path))}"
+    return path
 
 
 @step
@@ -93,8 +115,13 @@ def _measure(folder: str, path: str) -> FileFacts:
     digest = hashlib.sha256()
     packer = zlib.compressobj()
     facts = FileFacts(path)
+    name = unquote_to_bytes(path[2:]) if path.startswith("//") else os.fsencode(path)
     try:
-        with open(os.path.join(folder, path), "rb") as file:
+        # Without waiting: a pipe that nobody writes to would hold the demonstration for ever.
+        opened = os.open(os.path.join(os.fsencode(folder), name), os.O_RDONLY | os.O_NONBLOCK)
+        with open(opened, "rb") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                return FileFacts(path, problem="no regular file")
             while block := file.read(1 << 20):
                 digest.update(block)
                 facts.size += len(block)
@@ -108,9 +135,9 @@ def _measure(folder: str, path: str) -> FileFacts:
 
 
 @workflow(name="keiro.demo")
-async def measure_folder(run: WorkflowRun, folder: str) -> Summary:
+async def measure_folder(run: WorkflowRun, folder: str, own: list[str], skipped: list[str]) -> Summary:
     """Record facts about every file below a folder and add them up."""
-    batches = await run.step(scan, folder)
+    batches = await run.step(scan, folder, own, skipped)
 
     async def batch(scope: ScopedRun, paths: list[str]) -> list[FileFacts]:
         return await scope.step(measure, folder, paths)

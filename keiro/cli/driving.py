@@ -1,4 +1,4 @@
-"""Runs one workflow to its result in this process, with a live progress display."""
+"""Runs one workflow to its end in this process."""
 
 from __future__ import annotations
 
@@ -8,142 +8,181 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any, Final
 
 import msgspec
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from keiro.cli.output import note
+from keiro.cli.progress import watch
 from keiro.definition import Workflow
-from keiro.engine import Engine, Handle
-from keiro.errors import InvalidCall
-from keiro.events import AttemptFailed, StepRecorded
+from keiro.engine import Engine
+from keiro.errors import InvalidCall, StoreBusy, StoreUnavailable
+from keiro.identity import check_key
 from keiro.rows import Run, Status
 from keiro.run import WorkflowRun, workflow_of
 
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+GRACE_S: Final = 10.0
+PAGE: Final = 1000
+
 
 def load_workflow(spec: str) -> tuple[list[Workflow], Workflow]:
-    """The workflows of a module, and the one that `MODULE:WORKFLOW` names."""
+    """The workflows of a module, and the one that `MODULE:WORKFLOW` names. Raises `InvalidCall`."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise InvalidCall(f"{spec!r} names no workflow: write MODULE:WORKFLOW, for example orders:fulfil")
     # As with `python -m`: what lies in the current folder can be imported.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise InvalidCall(
-            f"module {module_name!r} cannot be imported ({type(error).__name__}: {error}): run the command in the folder "
-            "the module lies in, and check that `python -c 'import ...'` works there"
-        ) from error
+    module = _import(module_name)
     workflows = _workflows(vars(module).values())
-    wanted = getattr(module, name, None)
-    if wanted is None:
-        names = ", ".join(workflow.name for workflow in workflows) or "none"
-        raise InvalidCall(f"module {module_name!r} has no {name!r}; its workflows are: {names}")
-    return workflows, workflow_of(wanted)
+    names = ", ".join(workflow.name for workflow in workflows) or "none"
+    wanted: Any = module
+    for part in name.split("."):
+        try:
+            wanted = getattr(wanted, part)
+        except Exception as error:
+            raise InvalidCall(f"module {module_name!r} has no {name!r}; its workflows are: {names}") from error
+    try:
+        workflow = workflow_of(wanted)
+    except InvalidCall as error:
+        raise InvalidCall(f"{spec}: {error}; the workflows of {module_name!r} are: {names}") from error
+    return [*workflows, *([] if workflow in workflows else [workflow])], workflow
 
 
-def _workflows(values: Any) -> list[Workflow]:
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also a module that exits
+        if not (isinstance(error, ModuleNotFoundError) and _leads_to(error.name, name)):
+            _show_frames(error)
+        said = "".join(traceback.format_exception_only(error)).strip()
+        raise InvalidCall(
+            f"module {name!r} cannot be imported ({said}): run the command in the folder the module lies in, and check "
+            f"that `python -c 'import {name}'` works there"
+        ) from error
+
+
+def _leads_to(missing: str | None, name: str) -> bool:
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
+
+
+def _show_frames(error: BaseException) -> None:
+    """Where in the user's module it went wrong, without the frames of the import."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importlib.__file__)
+    theirs = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen ")]
+    if theirs:
+        note("Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs)).rstrip())
+
+
+def _workflows(values: Iterable[Any]) -> list[Workflow]:
     found: dict[int, Workflow] = {}
     for value in values:
-        is_class = inspect.isclass(value) and issubclass(value, WorkflowRun) and "_keiro_workflow" in vars(value)
-        if isinstance(value, Workflow) or is_class:
-            workflow = workflow_of(value)
-            found[id(workflow)] = workflow
+        if inspect.isclass(value) and issubclass(value, WorkflowRun):
+            value = value._keiro_workflow
+        if isinstance(value, Workflow):
+            found[id(value)] = value
     return list(found.values())
 
 
-def parse_input(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments that a JSON text stands for."""
+def parse_input(text: str, workflow: Workflow) -> Arguments:
+    """The arguments that a JSON text stands for. Raises `InvalidCall`."""
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise InvalidCall(f"--input is not JSON ({error}): {text[:100]!r}") from error
-    if isinstance(value, dict):
-        return (), value
-    return (value if isinstance(value, list) else [value]), {}
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        shown = text if len(text) <= 100 else f"{text[:99]}…"
+        raise InvalidCall(
+            f"--input is not JSON ({error}): {shown!r}. Strings need double quotes, so quote the whole for the shell: "
+            """--input '{"name": "value"}'"""
+        ) from error
+    if not isinstance(value, dict):
+        return (value if isinstance(value, list) else [value]), {}
+    # By place as far as the names are the first ones: `start` has keywords of its own.
+    args = []
+    for parameter in list(inspect.signature(workflow.body).parameters.values())[1:]:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in value:
+            break
+        args.append(value.pop(parameter.name))
+    if taken := {"id", "connection"} & value.keys():
+        raise InvalidCall(
+            f"--input: argument {min(taken)!r} cannot be given by name: give all arguments by place, as a JSON array"
+        )
+    return args, value
 
 
-async def drive(
-    engine: Engine, workflow: Workflow, args: Sequence[Any], kwargs: dict[str, Any], id: str | None, *, quiet: bool
-) -> Any:
-    """Start the run, or go on with an unfinished equal one, and show its progress until it has a result.
+@asynccontextmanager
+async def driven(
+    engine: Engine, workflow: Workflow, arguments: Arguments, id: str | None, *, quiet: bool
+) -> AsyncIterator[Run]:
+    """Start the run, or go on with an unfinished equal one, and show its progress; the block gets the run once it has
+    ended. The engine is closed after the block, which may take the grace that runs of others get.
 
-    SIGTERM ends it like an interrupt: steps under way are recorded, the run is handed back.
+    SIGTERM and SIGINT raise `CancelledError`: steps under way are recorded, the run is handed back.
     """
+    args, kwargs = arguments
+    if id is not None:
+        check_key(id)
     async with engine:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        before = await _unfinished(engine, workflow, args, kwargs) if id is None else None
-        handle = await engine.start(workflow, *args, id=id or before, **kwargs)
-        if quiet:
-            return await handle.result()
-        return await _watched(handle)
+        since_ms = engine.wall_ms()
+        signals = Signals(engine)
+        key = id if id is not None else await _unfinished(engine, workflow, arguments)
+        handle = await engine.start(workflow, *args, id=key, **kwargs)
+        ended = _ended(engine, handle.run_id)
+        run = await (ended if quiet else watch(engine, handle.run_id, ended, since_ms))
+        signals.closing = True
+        yield run
 
 
-async def _unfinished(
-    engine: Engine, workflow: Workflow, args: Sequence[Any], kwargs: dict[str, Any]
-) -> str | None:
-    wanted = workflow.input.encode(tuple(args), kwargs, limit=engine.payload_limit)
-    for status in (Status.RUNNING, Status.PENDING, Status.SUSPENDED):
-        for run in await engine.runs(status=status, workflow=workflow.name, limit=1000):
-            if workflow.input.same(run.input_json.encode(), wanted):
-                return run.key
+class Signals:
+    """The first signal ends the run in this process with grace, the second without, a third the process itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.closing = False
+        self._engine = engine
+        self._task = asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._caught)
+        self._sealed = False
+
+    def _caught(self) -> None:
+        if self._sealed:
+            os._exit(130)
+        if self.closing:
+            self._sealed = True
+            self._engine.seal_all()
+            return
+        self.closing = True
+        note(f"stopping: steps under way get {GRACE_S:g} s to end, a second signal stops them now")
+        assert self._task is not None
+        self._task.cancel()
+
+
+async def _ended(engine: Engine, run_id: str) -> Run:
+    while True:
+        try:
+            return await engine.wait_ended(run_id)
+        except (StoreBusy, StoreUnavailable) as error:
+            engine.report("store_away", run_id, error=str(error))
+            await asyncio.sleep(1)
+
+
+async def _unfinished(engine: Engine, workflow: Workflow, arguments: Arguments) -> str | None:
+    """The key of the newest run of this workflow with this input that has not ended."""
+    wanted = workflow.input.encode(tuple(arguments[0]), arguments[1], limit=engine.payload_limit)
+    # Twice, because a run that is claimed or handed back between two looks would be in neither.
+    for status in (Status.PENDING, Status.SUSPENDED, Status.RUNNING, Status.PENDING, Status.SUSPENDED):
+        before = None
+        while found := await engine.runs(status=status, workflow=workflow.name, before=before, limit=PAGE):
+            for run in found:
+                if run.round_ordinal == 0 and workflow.input.same(run.input_json.encode(), wanted):
+                    return run.key
+            before = found[-1].run_key
     return None
-
-
-async def _watched(handle: Handle) -> Any:
-    console = Console(stderr=True)
-    run = await handle.run()
-    result = asyncio.ensure_future(handle.result())
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=not console.is_terminal) as progress:
-        shown = progress.add_task(handle.run_id)
-        seen = _Seen(run)
-        while True:
-            await asyncio.wait([result], timeout=0.1)
-            async for event in handle.events(seen.version):
-                seen.add(event)
-            progress.update(shown, description=seen.line(handle.run_id))
-            if result.done():
-                break
-    if not console.is_terminal:
-        console.print(seen.line(handle.run_id), highlight=False)
-    return await result
-
-
-class _Seen:
-    """What the progress line says."""
-
-    def __init__(self, run: Run) -> None:
-        self.version = 0
-        self._steps = 0
-        self._failures = 0
-        self._last = ""
-        self._before: int | None = None
-        self._continued = run.status != Status.RUNNING or run.started_at_ms != run.created_at_ms
-
-    def add(self, event: Any) -> None:
-        self.version = event.originator_version
-        if isinstance(event, StepRecorded):
-            self._steps += 1
-            self._last = event.step
-        elif isinstance(event, AttemptFailed):
-            self._failures += 1
-            self._last = f"{event.step} failed: {event.failure.message}"
-
-    def line(self, run_id: str) -> str:
-        if self._before is None:
-            self._before = self._steps if self._continued else 0
-        parts = [f"{run_id}: {self._steps} steps"]
-        if self._before:
-            parts.append(f"{self._before} of them recorded before")
-        if self._failures:
-            parts.append(f"{self._failures} failed attempts")
-        if self._last:
-            parts.append(self._last[:60])
-        return ", ".join(parts)

@@ -1,147 +1,240 @@
-"""What the commands print: tables for people, JSON for programs, from the same values."""
+"""What the commands print: text for people, JSON for programs, from the same values.
+
+Results go to standard output and nothing else does; all notes go to standard error. Text is never cut to the width of
+the terminal: an id that the terminal wraps can be copied whole, and a pipe gets one row a line.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from keiro.cli.demo import Summary
 from keiro.decisions import Stored
-from keiro.errors import KeiroError, WorkflowFailed
+from keiro.failures import Failure, describe
+from keiro.projections.steps import StepRow
 from keiro.rows import PAYLOAD_COLUMNS, Run
 
-_out = Console(highlight=False)
+_STYLES: Final = {"failed": "red", "cancelled": "yellow", "completed": "green", "succeeded": "green"}
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PADDED: Final = 40
+"""Columns are padded up to here; what is wider stands out of its column."""
+
+_results = 1
 
 
-class Deaf:
-    """The listener of a store that is only read."""
+def keep_apart() -> None:
+    """From now on what steps and their programs print goes to standard error, results alone to standard output."""
+    global _results
+    sys.stdout.flush()
+    _results = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
 
-    def committed(self, changed: Sequence[Run]) -> None:
-        """Nothing is committed."""
 
-    def woken(self) -> None:
-        """Nobody waits."""
+# To standard error
 
 
 def note(text: str) -> None:
     """A line for the person at the terminal."""
-    print(text, file=sys.stderr)
+    print(_plain(text), file=sys.stderr, flush=True)
+
+
+def fail(message: str) -> NoReturn:
+    """The command could not do what it was asked."""
+    note(f"keiro: {message}")
+    sys.exit(2)
+
+
+# To standard output
 
 
 def result(value: Any) -> None:
-    """A result, as JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+    """A value as JSON, in UTF-8 wherever it goes."""
+    _write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
 
 
-def failed(error: KeiroError) -> None:
-    """How a run ended, with what is known of its cause."""
-    note(f"keiro: {error}")
-    if isinstance(error, WorkflowFailed) and error.failure is not None and error.failure.traceback:
-        note(error.failure.traceback.rstrip())
-    elif error.__cause__ is not None:
-        note("".join(traceback.format_exception_only(error.__cause__)).rstrip())
+def lines(rows: Iterable[str | Text]) -> None:
+    """Text, with colours on a terminal only."""
+    encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
+    # The console looks whether this is a terminal; what it makes is written below, where a closed pipe is no error.
+    with os.fdopen(_results, "w", encoding=encoding, closefd=False) as out:
+        console = Console(file=out, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        with console.capture() as captured:
+            for row in rows:
+                console.print(row)
+    _write(captured.get().encode(encoding, "backslashreplace"))
+
+
+def _write(data: bytes) -> None:
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(_results, rest) :]
+    except BrokenPipeError:
+        # Whoever read has all that it wanted, as in `keiro list | head`.
+        sys.exit(0)
+    except OSError as error:
+        fail(f"standard output cannot be written: {error.strerror}")
+
+
+# Runs
+
+
+def ended(run: Run, as_json: bool) -> None:
+    """How a run ended: its result to standard output, or its failure to standard error."""
+    if run.result_json is not None:
+        _write(msgspec.json.format(run.result_json.encode()) + b"\n")
+        return
+    if as_json:
+        result({name: value for name, value in _row(run).items() if name in ("run_id", "status", "failure")})
+    note(f"keiro: {run.run_id} {'has failed' if run.failure_json else f'is {run.status}'}")
+    if run.failure_json is not None:
+        note(describe(msgspec.json.decode(run.failure_json, type=Failure)))
 
 
 def runs(found: list[Run], as_json: bool) -> None:
-    """A list of runs."""
+    """A list of runs. The id comes last: it may be longer than a line."""
     if as_json:
         result([_row(run) for run in found])
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for name in ("status", "created", "took"):
-        table.add_column(name, no_wrap=True)
-    for run in found:
-        table.add_row(escape(run.run_id), run.status, _time(run.created_at_ms), _span(run.created_at_ms, run.finished_at_ms))
-    _out.print(table if found else "no runs")
+    elif not found:
+        note("no runs")
+    else:
+        shown = [(r.status, _time(r.created_at_ms), _took(r.created_at_ms, r.finished_at_ms), r.run_id) for r in found]
+        lines(_table(("status", "created", "took", "run"), shown, right=("took",)))
 
 
-def run(found: Run, steps: list[Any], as_json: bool) -> None:
+def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
     """A run and its steps."""
     if as_json:
         result({**_row(found), "steps": steps})
         return
-    _out.print(f"[bold]{escape(found.run_id)}[/bold]  {found.status}")
-    _out.print(f"created {_time(found.created_at_ms)}, took {_span(found.created_at_ms, found.finished_at_ms)}")
-    for name in PAYLOAD_COLUMNS:
+    head = Text.assemble(found.run_id, "  ", (found.status, _STYLES.get(found.status, "")))
+    times = f"created {_time(found.created_at_ms)}"
+    if found.finished_at_ms is not None:
+        times += f", took {_took(found.created_at_ms, found.finished_at_ms)}"
+    elif found.next_attempt_at_ms is not None:
+        times += f", attempt {found.attempts + 1} at {_time(found.next_attempt_at_ms)}"
+    rows: list[str | Text] = [head, times]
+    for name in ("attributes_json", "input_json", "result_json"):
         value = getattr(found, name)
         if value is not None:
-            _out.print(f"{name.removesuffix('_json')}: {escape(_clip(value))}")
-    table = Table("step", "status", "attempt", "ms", "result", box=None, pad_edge=False)
-    for step in steps:
-        shown = step.result if step.result is not None else step.failure
-        table.add_row(
-            escape(step.step),
-            step.status,
-            str(step.attempt),
-            "" if step.duration_ms is None else str(step.duration_ms),
-            escape(_clip(_json(shown), 60)),
-        )
-    _out.print(table)
+            rows.append(f"{name.removesuffix('_json')}: {_clip(value, 500)}")
+    if found.failure_json is not None:
+        rows += ["failure:", *(f"  {line}" for line in _failure_lines(found.failure_json))]
+    if steps:
+        shown = [
+            (
+                step.status,
+                "" if step.started_at_ms is None else _time(step.started_at_ms),
+                "" if step.duration_ms is None else _ms(step.duration_ms),
+                str(step.attempt),
+                step.step,
+                _outcome(step),
+            )
+            for step in steps
+        ]
+        titles = ("status", "started", "took", "attempt", "step", "result")
+        rows += ["", *_table(titles, shown, right=("took", "attempt"))]
+    else:
+        rows += ["", "no steps"]
+    lines(rows)
 
 
 def journal(events: list[Stored], as_json: bool) -> None:
     """The events of a run."""
-    if as_json:
-        result(
-            [
-                {
-                    "position": event.position,
-                    "version": event.version,
-                    "event_id": event.event_id.hex(),
-                    "topic": event.topic,
-                    "payload": msgspec.Raw(event.payload.encode()),
-                    "recorded_at_ms": event.recorded_at_ms,
-                }
-                for event in events
-            ]
-        )
+    if not as_json:
+        rows = [(str(e.version), _time(e.recorded_at_ms), e.topic, _clip(e.payload, 200)) for e in events]
+        lines(_table(("version", "recorded", "event", "payload"), rows, right=("version",)))
         return
-    table = Table("version", "recorded", "event", "payload", box=None, pad_edge=False)
-    for event in events:
-        table.add_row(
-            str(event.version), _time(event.recorded_at_ms), escape(event.topic), escape(_clip(event.payload, 100))
-        )
-    _out.print(table)
+    result(
+        [
+            {
+                "position": event.position,
+                "version": event.version,
+                "event_id": event.event_id.hex(),
+                "topic": event.topic,
+                "payload": msgspec.Raw(event.payload.encode()),
+                "recorded_at_ms": event.recorded_at_ms,
+            }
+            for event in events
+        ]
+    )
 
 
-def migrated(url: str, revision: str, as_json: bool) -> None:
+def migrated(target: str, revision: str, as_json: bool) -> None:
     """The schema is up to date."""
     if as_json:
-        result({"url": url, "revision": revision})
+        result({"url": target, "revision": revision})
     else:
-        print(f"{url} is at revision {revision}")
+        lines([f"{target} is at revision {revision}"])
 
 
-def summary(found: Summary, url: str) -> None:
+def summary(found: Summary, run_id: str, url: str) -> None:
     """The result of the demonstration."""
-    table = Table("suffix", title=escape(found.folder), title_justify="left", box=None, pad_edge=False)
-    for name in ("files", "bytes", "lines", "compressed", "ratio"):
-        table.add_column(name, justify="right")
     shown = found.groups[:10]
-    for group in shown:
-        table.add_row(escape(group.suffix), *_figures(group.files, group.size, group.lines, group.compressed))
+    rows = [(*_figures(g.files, g.size, g.lines, g.compressed), g.suffix) for g in shown]
     if len(found.groups) > len(shown):
-        table.add_row(f"{len(found.groups) - len(shown)} more")
-    table.add_row("all", *_figures(found.files, found.size, found.lines, found.compressed), style="bold")
-    _out.print(table)
+        rest = found.groups[len(shown) :]
+        sums = [sum(getattr(g, name) for g in rest) for name in ("files", "size", "lines", "compressed")]
+        rows.append((*_figures(*sums), f"{len(rest)} more"))
+    rows.append((*_figures(found.files, found.size, found.lines, found.compressed), "all"))
+    figures = ("files", "bytes", "lines", "compressed", "ratio")
+    text: list[str | Text] = [_one_line(found.folder), *_table((*figures, "suffix"), rows, right=figures)]
     if found.unreadable:
-        print(f"{found.unreadable} files could not be read; the journal says why")
-    print(f"sha256 over all: {found.digest}")
-    print(f"keiro list --url {url} shows the run, keiro show RUN --url {url} its steps")
+        text.append(f"{found.unreadable} could not be read; the journal says why")
+    text.append(f"sha256 over all: {found.digest}")
+    lines(text)
+    if not url.startswith("memory:"):
+        note(f"see the steps with: keiro show {run_id} --url {url}")
 
 
-def _figures(files: int, size: int, lines: int, compressed: int) -> list[str]:
+# Parts
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> Iterable[Text]:
+    rows = [[_one_line(value) for value in row] for row in rows]
+    widths = [min(_PADDED, max(cell_len(value) for value in column)) for column in zip(titles, *rows, strict=True)]
+    yield Text(_line(titles, titles, widths, right), "bold")
+    for row in rows:
+        text = Text(_line(titles, row, widths, right))
+        if titles[0] == "status":
+            text.stylize(_STYLES.get(row[0], ""), 0, len(row[0]))
+        yield text
+
+
+def _line(titles: Sequence[str], row: Sequence[str], widths: Sequence[int], right: Sequence[str]) -> str:
+    cells = []
+    for title, value, width in zip(titles, row, widths, strict=True):
+        pad = " " * (width - cell_len(value))
+        cells.append(pad + value if title in right else value + pad)
+    return "  ".join(cells).rstrip()
+
+
+def _figures(files: int, size: int, lines: int, compressed: int) -> tuple[str, ...]:
     ratio = f"{compressed / size:.2f}" if size else "-"
-    return [f"{files:,}", f"{size:,}", f"{lines:,}", f"{compressed:,}", ratio]
+    return f"{files:,}", f"{size:,}", f"{lines:,}", f"{compressed:,}", ratio
+
+
+def _outcome(step: StepRow) -> str:
+    if step.failure is not None:
+        kind = step.failure.type.removeprefix("builtins:")
+        return _clip(f"{kind}: {step.failure.message}", 100)
+    return "" if step.finished_at_ms is None else _clip(msgspec.json.encode(step.result).decode(), 100)
+
+
+def _failure_lines(failure_json: str) -> list[str]:
+    text = describe(msgspec.json.decode(failure_json, type=Failure))
+    return [_plain(line) for line in text.splitlines()]
 
 
 def _row(run: Run) -> dict[str, Any]:
@@ -152,11 +245,16 @@ def _row(run: Run) -> dict[str, Any]:
     return row
 
 
-def _json(value: Any) -> str:
-    return "" if value is None else msgspec.json.encode(value).decode()
+def _plain(text: str) -> str:
+    """Without what a terminal would obey."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def _clip(text: str, width: int = 200) -> str:
+def _one_line(text: str) -> str:
+    return _plain(text).replace("\n", "\\n")
+
+
+def _clip(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -164,5 +262,15 @@ def _time(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _span(begin: int, end: int | None) -> str:
-    return "" if end is None else f"{(end - begin) / 1000:.2f} s"
+def _took(begin: int, end: int | None) -> str:
+    return "" if end is None else _ms(max(end - begin, 0))
+
+
+def _ms(ms: int) -> str:
+    if ms < 1000:
+        return f"{ms} ms"
+    if ms < 60_000:
+        return f"{ms / 1000:.2f} s"
+    minutes, seconds = divmod(ms // 1000, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} h" if hours else f"{minutes}:{seconds:02} min"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from keiro.errors import InvalidCall
+from keiro.errors import InvalidCall, StoreUnavailable
 
 if TYPE_CHECKING:
     from keiro.stores.base import Store
@@ -18,7 +19,7 @@ def open_store(url: str, *, durability: str = "full") -> Store:
     """The store that `url` names, not yet opened. Raises `InvalidCall` for anything else."""
     if durability not in ("full", "normal"):
         raise InvalidCall(f"durability is 'full' or 'normal', not {durability!r}")
-    scheme = urlsplit(url).scheme
+    scheme = url.partition(":")[0] if isinstance(url, str) else ""
     # Imported here: a program that uses one store does not pay for the drivers of the others.
     from keiro.codec import Codec
 
@@ -30,9 +31,18 @@ def open_store(url: str, *, durability: str = "full") -> Store:
     if scheme == "sqlite" and url.startswith("sqlite:///") and len(url) > len("sqlite:///"):
         from keiro.stores.sqlite import SQLiteStore
 
-        return SQLiteStore(unquote(url.removeprefix("sqlite:///")), durability=durability, codec=codec)
+        path = unquote(url.removeprefix("sqlite:///"))
+        if "\0" in path:
+            raise InvalidCall(f"{url!r} names no file: a path has no NUL character")
+        return SQLiteStore(path, durability=durability, codec=codec)
     if scheme in ("postgresql", "postgres"):
-        from keiro.stores.postgres import PostgresStore
+        try:
+            from keiro.stores.postgres import PostgresStore
+        except ImportError as error:
+            raise StoreUnavailable(
+                f"Postgres needs psycopg ({error}): pip install 'keiro-durable[postgres]'."
+            ) from error
 
         return PostgresStore(url, codec=codec)
-    raise InvalidCall(f"{url!r} names no store: use {_FORMS}")
+    # Whatever it is: what stands before the last @ may be a password.
+    raise InvalidCall(f"{re.sub('//.*@', '//…@', repr(url), flags=re.DOTALL)} names no store: use {_FORMS}")
