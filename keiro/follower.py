@@ -112,42 +112,41 @@ class Follower:
         failures = 0
         while True:
             self.moved.clear()
-            pause: float = SAFETY_POLL_S
             try:
                 await self._catch_up()
-                failures = 0
-            except ProjectionFailed as error:
-                if self.error is None or str(self.error) != str(error):
-                    self._reporter.report("projection_failed", "", projection=self.model.name, error=str(error))
-                self.state, self.error = State.FAILED, error
-                self._tell_failure(error)
-                pause = _backoff(failures)
-                failures += 1
-            except StoreError as error:
-                if self.state is not State.AWAY:
-                    self._reporter.report("store_away", "", projection=self.model.name, error=str(error))
-                self.state = State.AWAY
-                pause = min(_backoff(failures), AWAY_S)
-                failures += 1
             except Exception as error:
-                # Not an error of ours: told, and tried again, or the projection would stand still in silence.
-                wrapped = ProjectionFailed(
-                    f"projection {self.model.name!r} stopped: {type(error).__name__}: {error}",
-                    projection=self.model.name,
-                )
-                self._reporter.report("projection_failed", "", projection=self.model.name, error=str(wrapped))
-                self.state, self.error = State.FAILED, wrapped
-                self._tell_failure(wrapped)
-                pause = _backoff(failures)
+                # Whatever it is, it is told and tried again: else the projection would stand still in silence.
+                longest = self._fail(error)
+                await asyncio.sleep(min(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)], longest))
                 failures += 1
-            if failures:
-                await asyncio.sleep(pause)
                 continue
+            failures = 0
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(SAFETY_POLL_S):
                     await self.moved.wait()
             if not self._waiting:
                 await asyncio.sleep(COALESCE_S)
+
+    def _fail(self, error: Exception) -> float:
+        """Report what went wrong, once; for how long at most to wait before the next try."""
+        name = self.model.name
+        if isinstance(error, StoreError):
+            if self.state is not State.AWAY:
+                self._reporter.report("store_away", "", projection=name, error=str(error))
+            self.state = State.AWAY
+            return AWAY_S
+        if not isinstance(error, ProjectionFailed):
+            cause = error
+            error = ProjectionFailed(f"projection {name!r} stopped: {type(cause).__name__}: {cause}", projection=name)
+            error.__cause__ = cause
+        if self.error is None or str(self.error) != str(error):
+            self._reporter.report("projection_failed", "", projection=name, error=str(error))
+        self.state, self.error = State.FAILED, error
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        return BACKOFF_S[-1]
 
     async def _catch_up(self) -> None:
         """Fold until nothing new is there."""
@@ -202,13 +201,3 @@ class Follower:
                 self._waiting.remove(entry)
                 if not future.done():
                     future.set_result(None)
-
-    def _tell_failure(self, error: ProjectionFailed) -> None:
-        waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(error)
-
-
-def _backoff(failures: int) -> float:
-    return BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]

@@ -389,7 +389,9 @@ class SqlKept:
         await self._fold_bulk(head, model.topics, bulk.fold)
         # Compared a first time while others write: then the lock is held only for what differed or changed since.
         same = rows.statements.same
-        kept = {model.key_of(row): row for row in await self._store.query(lambda: rows.select({}))}
+        # On the connection of the followers: the engine's own reads do not wait for a whole table.
+        all_rows = await self._store.transact(lambda: rows.select({}), locked=False)
+        kept = {model.key_of(row): row for row in all_rows}
         suspects = [key for key in {**kept, **bulk.rows} if not same(bulk.rows.get(key), kept.get(key))]
 
         def finish() -> Program[Report]:

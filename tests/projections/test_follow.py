@@ -342,3 +342,24 @@ async def test_a_follower_goes_on_when_the_server_comes_back(postgres_server: An
         await engine.start(order, "ada")
         await engine.caught_up(FollowedTotals, timeout=30)
         assert values(await engine.rows(FollowedTotals)) == [("ada", 2, 2)]
+
+
+async def test_an_error_that_is_not_of_the_projection_is_told_and_outlived(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_engine(order, projections=[FollowedTotals], worker=False) as engine:
+        kept: Any = engine._read_models.kept
+        read = kept.read
+
+        async def broken(*arguments: Any) -> Any:
+            raise RuntimeError("a row of the journal makes no sense")
+
+        monkeypatch.setattr(kept, "read", broken)
+        await engine.start(order, "ada")
+        with pytest.raises(ProjectionFailed, match="makes no sense"):
+            await engine.caught_up(FollowedTotals, timeout=30)
+        monkeypatch.setattr(kept, "read", read)
+        while (await engine.projections())[0].state is not State.CURRENT:
+            await asyncio.sleep(0.01)
+        assert values(await engine.rows(FollowedTotals)) == [("ada", 1, 1)]
+        assert caplog.text.count("makes no sense") == 1

@@ -66,6 +66,26 @@ async def test_a_fold_that_raises_rejects_its_command_and_no_other(
         assert (await engine.rebuild("runs")).differences == 0
 
 
+class Choosy(RememberedTotals):
+    name = "choosy"
+    table = totals("choosy_totals")
+
+    def fold(self, key: Any, row: Row | None, event: Event) -> Row | None:
+        if key == "eve":
+            raise ValueError("not eve")
+        return super().fold(key, row, event)
+
+
+async def test_what_one_projection_rejects_is_in_the_rows_of_no_other(make_engine: MakeEngine) -> None:
+    async with make_engine(order, projections=[Totals, RememberedTotals, Choosy], worker=False) as engine:
+        names = ["ada", "eve", "ada", "bob", "eve", "ada"]
+        done = await asyncio.gather(*(engine.start(order, name) for name in names), return_exceptions=True)
+        assert [isinstance(one, ProjectionFailed) for one in done] == [name == "eve" for name in names]
+        for projection in (Totals, RememberedTotals, Choosy):
+            assert values(await engine.rows(projection)) == [("ada", 3, 3), ("bob", 1, 1)]
+            assert (await engine.rebuild(projection)).differences == 0
+
+
 class Picky(Totals):
     """The column takes no NULL, which no fold can know."""
 

@@ -122,6 +122,30 @@ async def test_a_rebuild_mends_rows_that_are_written_meanwhile(make_engine: Make
         assert values(await engine.rows(Totals)) == await expected_totals(engine)
 
 
+@pytest.mark.parametrize("projection", [Totals, FollowedTotals])
+async def test_a_rebuild_has_what_others_append_until_its_end(
+    make_engine: MakeEngine, projection: type[Projection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a process without the projection, whose events no inline row has seen."""
+    engine, other = make_engine(order, projections=[projection], worker=False), make_engine(order, worker=False)
+    async with engine, other:
+        await asyncio.gather(*(engine.start(order, name) for name in "aab"))
+        await engine.caught_up(projection, timeout=30)
+        kept: Any = engine._read_models.kept
+        if not isinstance(engine.store, MemoryStore):
+            fold_bulk = kept._fold_bulk
+
+            async def and_then_others_write(*arguments: Any) -> None:
+                await fold_bulk(*arguments)
+                await other.start(order, "a", 5)
+                await other.start(order, "c", 7)
+
+            monkeypatch.setattr(kept, "_fold_bulk", and_then_others_write)
+        await engine.rebuild(projection)
+        await engine.caught_up(projection, timeout=30)
+        assert values(await engine.rows(projection)) == await expected_totals(engine)
+
+
 async def test_an_append_only_table_gets_what_it_lacks_and_keeps_what_differs(
     make_engine: MakeEngine, store_url: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""One transaction over rows in memory and a journal in a database: the gate first, then the journal, then the commit."""
+"""One transaction over rows in memory and a journal in a database: gate first, then journal, then commit."""
 
 from __future__ import annotations
 
@@ -199,21 +199,21 @@ async def test_waiting_for_the_gate_can_be_cancelled_and_nothing_has_happened(pa
 
 async def test_a_child_task_does_not_inherit_the_gate(pair: Pair) -> None:
     """The child has its parent's context: what says "holding" must not be in it."""
-    order_of_events: list[str] = []
+    other = Journal(pair.gate, [])
 
     async def child(journal: Journal) -> None:
-        order_of_events.append(f"child sees {pair.cell.value}")
         pair.cell.value += 10
 
     async def parent(journal: Journal) -> asyncio.Task[Any]:
-        task = asyncio.create_task(pair.transact(child))
-        await asyncio.sleep(0)
+        task = asyncio.create_task(compose(pair.gate, other.transact, child))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert other.log == [], "the child changes memory in its parent's transaction"
         pair.cell.value = 1
-        order_of_events.append("parent ends")
         return task
 
     await (await pair.transact(parent))
-    assert order_of_events == ["parent ends", "child sees 1"]
+    assert other.log == ["begin with the gate", "commit"]
     assert pair.cell.value == 11
 
 
@@ -243,6 +243,24 @@ async def test_every_try_begins_from_the_memory_of_before(pair: Pair) -> None:
 
     result = await patiently(lambda: pair.transact(body), lambda error: isinstance(error, StoreBusy), sleep=impatient)
     assert (seen, result, pair.cell.value) == ([0, 0, 0], 1, 1)
+
+
+async def test_a_journal_that_tries_again_by_itself_finds_the_memory_of_before(pair: Pair) -> None:
+    seen: list[int] = []
+
+    async def body(journal: Journal) -> None:
+        seen.append(pair.cell.value)
+        pair.cell.value += 1
+
+    async def twice(write: Callable[[Journal], Awaitable[None]]) -> None:
+        pair.journal.refuse = StoreBusy("again")
+        with pytest.raises(StoreBusy):
+            await pair.journal.transact(write)
+        pair.journal.refuse = None
+        await pair.journal.transact(write)
+
+    await compose(pair.gate, twice, body)
+    assert (seen, pair.cell.value, pair.free) == ([0, 0], 1, True)
 
 
 async def test_only_the_outermost_transaction_is_tried_again() -> None:
