@@ -117,6 +117,11 @@ def _take_turns(lines: list[Line], sizes: Sizes, places: Places, logs: Path) -> 
             if not line.samples and line.note is None:
                 line.note = "left out at this size"
             print(_said(line), flush=True)
+    except BaseException:
+        # Nobody waits for what a contestant still does.
+        for seat in seats:
+            seat.throw_out()
+        raise
     finally:
         for seat in seats:
             seat.leave()
