@@ -426,15 +426,17 @@ def join_sqlite(connection: Any, path: str, sql: Sql, inline: Inline | None) -> 
     inline = _inline_for(connection, inline)
 
     async def prepare(caller: Caller) -> None:
-        if raw is not None and raw.isolation_level is None and not raw.in_transaction:
+        # The second is how Python 3.12 says the same.
+        autocommit = raw.isolation_level is None or getattr(raw, "autocommit", None) is True
+        if autocommit and not raw.in_transaction:
             raise InvalidCall(
                 "no transaction is open on this connection, which is in autocommit mode: execute BEGIN IMMEDIATE before"
             )
         for _, name, file in (await caller.run(_select([("PRAGMA database_list", ())])))[0]:
             if name == "main" and not _same_file(file, path):
                 raise InvalidCall(f"connection= is open on {file or 'a database in memory'}, and the journal is {path}")
-        begun = raw is not None and raw.in_transaction
-        await lock_sqlite(caller, path, _NO_WRITE.format(heads=sql.text.heads) if begun else "BEGIN IMMEDIATE")
+        no_write = _NO_WRITE.format(heads=sql.text.heads)
+        await lock_sqlite(caller, path, no_write if raw.in_transaction else "BEGIN IMMEDIATE")
 
     def program(command: Command, memory: bool) -> Program[tuple[Outcome, list[Run]]]:
         return command_program(sql, command, None, inline, memory=memory, hexed=False)

@@ -198,6 +198,7 @@ class Inline:
         self._gated = _union(rows.model for rows in memory)
         self.gate = Gate(memory) if memory else None
         self.head = journal.head
+        self.head_sql = journal.text.head
         self._likes: dict[type[Any], list[TableRows]] = {}
 
     def like(self, dialect: Any) -> Inline:

@@ -772,9 +772,8 @@ class _Projecting:
         """Run the statement, project, commit. Raises `ProjectionFailed`, then with nothing written."""
         conn = self._conn
         try:
-            await conn.pipeline(_BEGIN)
-            after = await _drive(conn, self._inline.head(), typed=True)
-            result = await conn.execute(sql, params)
+            *_, before, result = await conn.pipeline([*_BEGIN, (self._inline.head_sql, ()), (sql, params)])
+            after = int(before.rows[0][0] or 0)
             await _drive(conn, self._inline.project(after, memory=False), typed=True)
             await conn.execute("COMMIT")
         except BaseException:
