@@ -1,0 +1,75 @@
+"""`keiro.blocking`: the engine for synchronous code."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import keiro
+
+
+@keiro.step
+def double(n: int) -> int:
+    return n * 2
+
+
+@keiro.workflow
+async def doubling(run: keiro.WorkflowRun, n: int) -> int:
+    if n < 0:
+        raise ValueError("negative")
+    return await run.step(double, n)
+
+
+def engine(url: str) -> keiro.Engine:
+    return keiro.Engine(url, workflows=[doubling], migrate=True)
+
+
+def test_synchronous_code_starts_runs_and_reads_results(store_url: str) -> None:
+    with keiro.blocking(engine(store_url)) as blocking:
+        handle = blocking.start(doubling, 2, id="a")
+        assert handle.result(timeout=30) == 4
+        assert handle.status() == "completed"
+        assert handle.run().run_id == "wf:doubling-a"
+        assert [type(event).__name__ for event in handle.events()] == [
+            "WorkflowStarted",
+            "StepRecorded",
+            "WorkflowCompleted",
+        ]
+        assert blocking.execute(doubling, 2, id="a") == 4
+        assert blocking.handle(handle.run_id).result() == 4
+        assert [run.key for run in blocking.runs()] == ["a"]
+        with pytest.raises(keiro.WorkflowFailed) as failed:
+            blocking.execute(doubling, -1)
+        assert isinstance(failed.value.__cause__, ValueError)
+
+
+def test_many_threads_may_call_it_at_once(store_url: str) -> None:
+    with keiro.blocking(engine(store_url)) as blocking, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda n: blocking.execute(doubling, n, id=str(n)), range(20))) == [
+            2 * n for n in range(20)
+        ]
+
+
+def test_the_engines_thread_ends_with_the_block(store_url: str) -> None:
+    with pytest.raises(RuntimeError, match="of the block"), keiro.blocking(engine(store_url)) as blocking:
+        assert blocking.execute(doubling, 1) == 2
+        raise RuntimeError("the fault of the block")
+    assert "keiro engine" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_engine_that_cannot_open_says_so_where_it_was_opened() -> None:
+    with pytest.raises(keiro.StoreUnavailable), keiro.blocking(engine("sqlite:////no/such/folder/keiro.db")):
+        pass
+    assert "keiro engine" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_call_from_the_engines_own_loop_is_refused_instead_of_waiting_for_ever(store_url: str) -> None:
+    with keiro.blocking(engine(store_url)) as blocking:
+
+        async def inside() -> None:
+            blocking.execute(doubling, 1)
+
+        with pytest.raises(keiro.InvalidCall, match="own event loop"):
+            blocking.wait(inside())
