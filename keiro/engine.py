@@ -57,6 +57,7 @@ T = TypeVar("T")
 
 log: Final = logging.getLogger("keiro")
 
+STUBBORN_S: Final = 5.0
 DEFAULT_URL: Final = "sqlite:///keiro.db"
 _QUIET: Final = frozenset(("fence_lost", "already_ended", "worker_buried"))
 
@@ -91,23 +92,27 @@ class Engine:
         concurrency: int = 1000,
         payload_limit: int = codec.PAYLOAD_LIMIT,
     ) -> None:
+        _check_options(worker=worker, strict=strict, **({} if migrate is None else {"migrate": migrate}))
+        _check_counts(concurrency=concurrency, payload_limit=payload_limit)
         self.url = url or os.environ.get("KEIRO_URL") or DEFAULT_URL
+        self._shown_url = shown(self.url)
         self.store: Store = open_store(self.url, durability=durability)
         self.store.listener = self
         self.strict = strict
         self.payload_limit = payload_limit
-        self._grace = grace
+        self._grace = patience(grace, "Engine(grace=...)") or 0.0
         self._concurrency = concurrency
         self._migrate = migrate if migrate is not None else not self.url.startswith("postgres")
         self._claims = worker
         self._workflows: dict[str, Workflow] = {}
-        for one in workflows:
+        for one in _listed("workflows", workflows):
             self._register(workflow_of(one))
         self.mapper = EventMapper(self._workflows.values())
-        self._read_models = ReadModels(projections, self.store, self.mapper, self)
+        self._read_models = ReadModels(_listed("projections", projections), self.store, self.mapper, self)
         self._transactions = Transactions(
             self.store, self._read_models.kept.gate, self.store.announce, self._callback_failed
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: Worker | None = None
         self._repository: RunRepository | None = None
         self._run_tables: RunTables | None = None
@@ -127,15 +132,24 @@ class Engine:
     # Life
 
     async def __aenter__(self) -> Self:
-        await self.store.open(migrate=self._migrate)
+        if self._loop is not None:
+            raise InvalidCall("the engine is open already: open it once and share it, or make another Engine(...)")
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self.store.open(migrate=self._migrate)
+        except BaseException:
+            self._loop = None
+            raise
         try:
             await self._read_models.open(create=self._migrate, moved=self._moved)
             self._closing = False
             self._worker = Worker(self, list(self._workflows), claims=self._claims)
             await self._worker.start()
         except BaseException:
+            self._worker = None
             await self._read_models.close()
             await self.store.close()
+            self._loop = None
             raise
         return self
 
@@ -146,7 +160,11 @@ class Engine:
 
     async def close(self, grace: float | None = None) -> None:
         """Stop driving runs. Steps under way get `grace` seconds (default: the engine's) to end and be recorded; then
-        the runs are handed back: pending again, for the next start or another process."""
+        the runs are handed back: pending again, for the next start or another process. Closing a closed engine does
+        nothing."""
+        grace = patience(grace, "close(grace=...)")
+        if self._worker is None or self._closing:
+            return
         worker = self._opened()
         self._closing = True
         await worker.stop_claiming()
@@ -158,7 +176,10 @@ class Engine:
             await asyncio.wait(tasks, timeout=self._grace if grace is None else grace)
         self.seal_all()
         if tasks:
-            await asyncio.wait(tasks)
+            # A body may refuse to be cancelled; sealed, it records nothing any more, so nobody has to wait for it.
+            _, stubborn = await asyncio.wait(tasks, timeout=STUBBORN_S)
+            if stubborn:
+                self.report("still_running", "", runs=len(stubborn))
         await asyncio.sleep(0)  # their done-callbacks have run
         mine = [driver.run.run_key for driver in drivers if not driver.lost]
         if mine:
@@ -180,12 +201,17 @@ class Engine:
             self._run_tables.close()
             self._run_tables = self._repository = None
         await self.store.close()
-        self._worker = None
+        self._worker = self._loop = None
 
     def _opened(self) -> Worker:
-        if self._worker is None:
+        worker = self._worker
+        if worker is None:
             raise InvalidCall("the engine is not open: use it inside `async with engine:`")
-        return self._worker
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidCall(
+                "the engine was opened in another event loop: call it there, or from other threads through keiro.blocking"
+            )
+        return worker
 
     # Starting and waiting
 
@@ -282,7 +308,7 @@ class Engine:
         while True:
             found = await journal.head(run_id)
             if found is None:
-                raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+                raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
             run, _ = found
             rows = (await journal.history([run.run_key]))[run.run_key]
             state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
@@ -310,7 +336,7 @@ class Engine:
                 case RefusedTerminal(status):
                     raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
                 case _:
-                    raise RunNotFound(f"there is no run {run_id!r} at {self.url}: it was removed meanwhile")
+                    raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: it was removed meanwhile")
 
     @property
     def repository(self) -> RunRepository:
@@ -330,15 +356,21 @@ class Engine:
         """Runs, newest first, at most `limit`; go on from the last one's `run_key` with `before`."""
         if status is not None and status not in set(Status):
             raise InvalidCall(f"{status!r} is no status; there are: {', '.join(Status)}")
+        self._opened()
+        _check_counts(limit=limit, **({} if before is None else {"before": before}))
+        if workflow is not None:
+            check_workflow_name(workflow)
         return await self.store.runs(status=status, workflow=workflow, before=before, limit=limit)
 
     # Read models
 
     async def steps(self, run_id: str) -> list[StepRow]:
         """The steps of a run, in the order in which they were first recorded. Raises `RunNotFound`."""
+        self._opened()
+        parse_run_id(run_id)
         run = await self.store.run(run_id)
         if run is None:
-            raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+            raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
         stored = (await self.store.history([run.run_key]))[run.run_key]
         return fold_steps(self.mapper.decode_row(row, run_id) for row in stored)
 
@@ -363,7 +395,7 @@ class Engine:
         Raises `ProjectionFailed` while a fold of it fails, `TimeoutError` after `timeout` seconds.
         """
         self._opened()
-        await self._read_models.caught_up(projection, timeout)
+        await self._read_models.caught_up(projection, patience(timeout, "caught_up(timeout=...)"))
 
     async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
@@ -386,6 +418,7 @@ class Engine:
     async def wait_ended(self, run_id: str, timeout: float | None = None) -> Run:
         """The row of a run once it has ended. Raises `TimeoutError` after `timeout` seconds, `RunNotFound`."""
         self._opened()
+        timeout = patience(timeout, "result(timeout=...)")
         future: Future[Run] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(run_id, set())
         waiting.add(future)
@@ -395,7 +428,7 @@ class Engine:
             if driver is None or driver.run.terminal:
                 run = await self.store.run(run_id)
                 if run is None:
-                    raise RunNotFound(f"there is no run {run_id!r} at {self.url}: start it first, or check its id")
+                    raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
                 if run.terminal:
                     return run
             async with asyncio.timeout(timeout):
@@ -544,10 +577,7 @@ class Handle:
 
     async def run(self) -> Run:
         """The operational row of the run."""
-        run = await self._engine.store.run(self.run_id)
-        if run is None:
-            raise RunNotFound(f"there is no run {self.run_id!r} at {self._engine.url}: start it first, or check its id")
-        return run
+        return await self._engine.run_row(self.run_id)
 
     async def status(self) -> Status:
         """Where the run stands."""
@@ -556,6 +586,7 @@ class Handle:
     async def events(self, after: int = 0) -> AsyncIterator[Event]:
         """The events of the run with a version above `after`, in order."""
         run = await self.run()
+        _check_counts(after=after + 1 if type(after) is int else after)
         for row in (await self._engine.store.history([run.run_key], after))[run.run_key]:
             yield self._engine.mapper.decode_row(row, self.run_id)
 

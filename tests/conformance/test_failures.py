@@ -198,3 +198,33 @@ async def test_a_body_whose_own_task_is_cancelled_by_its_code_fails(make_engine:
     async with make_engine(self_inflicted) as engine:
         with pytest.raises(keiro.WorkflowFailed, match="CancelledError"):
             await engine.execute(self_inflicted, id="a")
+
+
+async def test_a_body_that_refuses_to_be_cancelled_does_not_hold_up_the_close(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keiro.engine.STUBBORN_S", 0.01)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def refuses() -> None:
+        entered.set()
+        while not leave.is_set():
+            try:
+                await leave.wait()
+            except asyncio.CancelledError:
+                calls.append("refused")
+
+    @keiro.workflow
+    async def stubborn(run: keiro.WorkflowRun) -> None:
+        await run.step(refuses)
+
+    engine = make_engine(stubborn, grace=0.0)
+    async with engine:
+        handle = await engine.start(stubborn, id="a")
+        await entered.wait()
+        [task] = engine._tasks
+    assert calls == ["refused"]
+    async with make_engine(stubborn, worker=False) as other:
+        assert await other.handle(handle.run_id).status() == "pending"
+    leave.set()
+    await asyncio.wait([task])
