@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from asyncio import Lock, Task
+from asyncio import Future, Lock, Task
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -159,7 +159,9 @@ async def compose(gate: Gate | None, transact: Callable[[Body[C, T]], Awaitable[
 
 
 class Waiting(Protocol):
-    """A command on its way to the journal, and its sender."""
+    """A command on its way to the journal, and the future its sender awaits."""
+
+    future: Future[Any]
 
     def fail(self, error: BaseException) -> None:
         """Tell the sender that nothing was written."""
@@ -194,8 +196,11 @@ class GatedQueue(Generic[W]):
             batch: list[W] = []
             try:
                 async with self._gate.transaction() as snapshot:
-                    batch, self._waiting = self._waiting, []
-                    await self._commit(batch, snapshot)
+                    # Who was cancelled while it waited for the gate has asked for nothing.
+                    batch = [one for one in self._waiting if not one.future.cancelled()]
+                    self._waiting = []
+                    if batch:
+                        await self._commit(batch, snapshot)
             except Exception as error:
                 if len(batch) == 1:
                     batch[0].fail(error)
