@@ -21,6 +21,7 @@ from keiro.errors import KeiroError as KeiroError
 from keiro.errors import MigrationRequired as MigrationRequired
 from keiro.errors import NonDeterminism as NonDeterminism
 from keiro.errors import PayloadRejected as PayloadRejected
+from keiro.errors import ProjectionFailed as ProjectionFailed
 from keiro.errors import RunConflict as RunConflict
 from keiro.errors import RunEnded as RunEnded
 from keiro.errors import RunNotFound as RunNotFound
@@ -33,6 +34,8 @@ from keiro.errors import StoreUnavailable as StoreUnavailable
 from keiro.errors import UnknownWorkflow as UnknownWorkflow
 from keiro.errors import WorkflowCancelled as WorkflowCancelled
 from keiro.errors import WorkflowFailed as WorkflowFailed
+from keiro.projections.base import Projection as Projection
+from keiro.projections.base import position_of as position_of
 from keiro.retry import Retry as Retry
 from keiro.rows import Run as Run
 from keiro.rows import Status as Status
@@ -53,6 +56,8 @@ __all__ = (
     "MigrationRequired",
     "NonDeterminism",
     "PayloadRejected",
+    "Projection",
+    "ProjectionFailed",
     "Retry",
     "Run",
     "RunConflict",
@@ -73,6 +78,7 @@ __all__ = (
     "WorkflowRun",
     "blocking",
     "event",
+    "position_of",
     "step",
     "workflow",
 )

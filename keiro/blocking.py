@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -49,7 +51,11 @@ class BlockingHandle:
 
 
 class BlockingEngine:
-    """An open engine, for calls from any thread but its own."""
+    """An open engine, for calls from any thread but its own.
+
+    It has the methods of `Engine` (`command`, `rows`, `steps`, `rebuild`, `caught_up`, ...), which wait for what the
+    engine's coroutines return; those that give handles give blocking ones.
+    """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -67,6 +73,17 @@ class BlockingEngine:
             future.cancel()
             raise
 
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.engine, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.wait(found(*args, **kwargs))
+
+        return call
+
     def start(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> BlockingHandle:
         """As `Engine.start`."""
         return BlockingHandle(self, self.wait(self.engine.start(workflow, *args, id=id, **kwargs)))
@@ -78,12 +95,6 @@ class BlockingEngine:
     def handle(self, run_id: str) -> BlockingHandle:
         """As `Engine.handle`."""
         return BlockingHandle(self, self.engine.handle(run_id))
-
-    def runs(
-        self, *, status: str | None = None, workflow: str | None = None, before: int | None = None, limit: int = 100
-    ) -> list[Run]:
-        """As `Engine.runs`."""
-        return self.wait(self.engine.runs(status=status, workflow=workflow, before=before, limit=limit))
 
 
 @contextmanager

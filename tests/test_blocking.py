@@ -40,6 +40,8 @@ def test_synchronous_code_starts_runs_and_reads_results(store_url: str) -> None:
         assert blocking.execute(doubling, 2, id="a") == 4
         assert blocking.handle(handle.run_id).result() == 4
         assert [run.key for run in blocking.runs()] == ["a"]
+        assert [step.step for step in blocking.steps(handle.run_id)] == ["double"]
+        assert blocking.rebuild("runs").differences == 0
         with pytest.raises(keiro.WorkflowFailed) as failed:
             blocking.execute(doubling, -1)
         assert isinstance(failed.value.__cause__, ValueError)
