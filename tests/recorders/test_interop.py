@@ -22,7 +22,7 @@ from eventsourcing.persistence import (
     UUIDAsHex,
 )
 from eventsourcing.tests.application import BankAccounts
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keiro.stores.recorders.mapping import FlatEventMapper
@@ -202,6 +202,9 @@ VALUES = st.recursive(
 
 
 @given(amount=VALUES, note=VALUES)
+@example(amount=float("nan"), note=1e16)
+@example(amount=Measure(float("nan")), note=Measure(Named("inner")))
+@example(amount=Pair((1, 2)), note=(1, [2.5, {"a": None}]))
 def test_the_stored_bytes_are_those_of_the_library(amount: Any, note: Any) -> None:
     account = Account("ann")
     account.deposit(5)

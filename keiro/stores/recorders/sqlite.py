@@ -116,7 +116,14 @@ class SQLiteAggregateRecorder(SQLiteRecorder, AggregateRecorder):
         connection.execute("COMMIT")
 
     def _rows(self, stored_events: Sequence[StoredEvent]) -> list[tuple[Any, ...]]:
-        return [(self._stored_id(e.originator_id), e.originator_version, e.topic, e.state) for e in stored_events]
+        rows = []
+        last: UUID | str | None = None
+        for event in stored_events:
+            if event.originator_id is not last:  # a save mostly has events of one aggregate
+                last = event.originator_id
+                key = self._stored_id(last)
+            rows.append((key, event.originator_version, event.topic, event.state))
+        return rows
 
     def _stored_id(self, originator_id: UUID | str) -> str:
         if isinstance(originator_id, UUID):
@@ -172,6 +179,7 @@ class SQLiteApplicationRecorder(SQLiteAggregateRecorder, ApplicationRecorder):
     def __init__(self, datastore: SQLiteDatastore, events_table_name: str = "stored_events", **kwargs: Any) -> None:
         super().__init__(datastore, events_table_name, **kwargs)
         self._channel = datastore.channel(events_table_name)
+        self._insert_statements = [self._insert_statement + ", (?, ?, ?, ?)" * n for n in range(_ONE_STATEMENT)]
         self._witness_query = f"SELECT 1 FROM {self._table} WHERE originator_id = ? AND originator_version = ?"
 
     def _table_statement(self) -> str:
@@ -206,7 +214,7 @@ class SQLiteApplicationRecorder(SQLiteAggregateRecorder, ApplicationRecorder):
     ) -> list[int]:
         if tracking is None and len(rows) <= _ONE_STATEMENT:
             # An autocommit statement begins as a writer, waits for its turn and commits by itself.
-            statement = self._insert_statement + ", (?, ?, ?, ?)" * (len(rows) - 1)
+            statement = self._insert_statements[len(rows) - 1]
             last = connection.execute(statement, list(chain.from_iterable(rows))).lastrowid or 0
             return list(range(last - len(rows) + 1, last + 1))
         connection.execute("BEGIN IMMEDIATE")
