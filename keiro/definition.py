@@ -32,6 +32,23 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
     return float(number)
 
 
+def patience(value: float | timedelta | None, what: str) -> float | None:
+    """How long to wait, in seconds: 0 is one look, None without end. Raise `InvalidCall` for anything else."""
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        raise InvalidCall(f"{what} must be a finite number of seconds from 0, a timedelta, or None, not {value!r}")
+    return float(number)
+
+
+def retry_or_none(value: object, what: str) -> Retry | None:
+    """A `Retry` or None; raise `InvalidCall` for anything else."""
+    if value is not None and not isinstance(value, Retry):
+        raise InvalidCall(f"{what} must be a keiro.Retry, such as keiro.Retry(5), not {value!r}")
+    return value
+
+
 class Step:
     """A function as a step: its name, its options and how its result is read back. Call it like the function."""
 
@@ -50,7 +67,7 @@ class Step:
         self.fn = fn
         self.name = check_step_name(name if name is not None else _name_of(fn))
         self.is_async = _is_async(fn)
-        self.retry = retry
+        self.retry = retry_or_none(retry, f"retry of step {self.name!r}")
         self.timeout = seconds(timeout, f"timeout of step {self.name!r}")
         self.decode: Decoder = result_decoder(fn, where=f"result of step {self.name!r}")
         functools.update_wrapper(self, fn, updated=())
@@ -126,7 +143,11 @@ class Workflow:
             raise InvalidCall(f"the body of a workflow must be an async function, {body!r} is not")
         self.body = body
         self.name = check_workflow_name(name if name is not None else _name_of(body))
-        self.retry = retry
+        self.retry = retry_or_none(retry, f"retry of workflow {self.name!r}")
+        if version is not None and (not isinstance(version, str) or not version.isprintable() or len(version) > 256):
+            raise InvalidCall(
+                f"version of workflow {self.name!r} is a tag of at most 256 printable characters, not {version!r:.300}"
+            )
         self.version = version
         self.aggregate = aggregate
         self.input: InputCodec = input_codec(body, skip_first=True, where=f"input of workflow {self.name!r}")

@@ -36,7 +36,7 @@ from keiro.decisions import (
 from keiro.definition import Step, Workflow
 from keiro.errors import (
     DecodeFailed,
-    KeiroError,
+    InvalidCall,
     NonDeterminism,
     PayloadRejected,
     ProjectionFailed,
@@ -128,6 +128,7 @@ class Driver:
         "epoch",
         "host",
         "lost",
+        "over",
         "owner",
         "run",
         "sealed",
@@ -142,6 +143,7 @@ class Driver:
         self.owner = head.owner
         self.epoch = head.epoch
         self.sealed = False
+        self.over = False
         self.draining: asyncio.Event | None = None
         self._in_flight = 0
         self.lost = False
@@ -189,6 +191,9 @@ class Driver:
             if self.sealed:
                 return
             event = self._failed(error)
+        finally:
+            # From here on no task that the body has left behind begins an effect, whose record would be refused.
+            self.over = True
         if self.sealed:
             # The body swallowed the seal and went on to its end: whatever it returned is not the run's.
             return
@@ -316,8 +321,6 @@ class Driver:
         timeout: float | None,
     ) -> Coroutine[Any, Any, Any]:
         """Reserve the step's name now; the coroutine returns its result."""
-        if self.sealed:
-            raise RunSealed(_sealed(self.run.run_id))
         strand = self._here()
         name = self._reserve(name, strand)
         found = self._history.pop(name, None)
@@ -386,7 +389,7 @@ class Driver:
             if self.draining is not None:
                 # Steps of other tasks are still to end and be recorded: raising here could stop the body before.
                 await self.draining.wait()
-            if self.sealed or not host.holds():
+            if self.sealed or self.over or not host.holds():
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
             self._in_flight += 1
@@ -454,8 +457,6 @@ class Driver:
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Coroutine[Any, Any, None]:
         """Reserve the command's name now; the coroutine records its events and delivers them to the body's instance."""
-        if self.sealed:
-            raise RunSealed(_sealed(self.run.run_id))
         strand = self._here()
         name = self._reserve(name, strand)
         return self._apply(strand, self._history.pop(name, None), method, args, kwargs, name)
@@ -515,13 +516,21 @@ class Driver:
     # Deterministic values
 
     def _here(self) -> Strand:
-        strand = _strand.get()
+        parent = _strand.get()
         task = asyncio.current_task(self._loop)
-        if strand is not None and strand.driver is self and strand.task() is task:
-            return strand
-        parent = strand if strand is not None and strand.driver is self else self._root
-        if task is None or parent is None:
-            raise KeiroError(f"{self.run.run_id}: run.* can only be called from the tasks of its own body")
+        if parent is not None and parent.driver is self and parent.task() is task:
+            if self.sealed or self.over:
+                raise RunSealed(_sealed(self.run.run_id))
+            return parent
+        # A new task of the body has inherited the strand of the one that made it. Whoever has none, or one of another
+        # run, comes from outside, and a replay would not meet it.
+        if parent is None or parent.driver is not self or task is None or asyncio._get_running_loop() is not self._loop:
+            raise InvalidCall(
+                f"{self.run.run_id}: run.* was called from outside its body, by {_caller(task)}. Only the body and the "
+                "tasks it starts may call it, in their event loop: pass them what they need, or start a run of its own"
+            )
+        if self.sealed or self.over:
+            raise RunSealed(_sealed(self.run.run_id))
         parent.children += 1
         strand = Strand(self, ref(task), f"{parent.path}.{parent.children}", parent.now_ms)
         _strand.set(strand)
@@ -638,4 +647,8 @@ async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _sealed(run_id: str) -> str:
-    return f"{run_id} is no longer driven by this process; nothing more is recorded here"
+    return f"{run_id} has ended or is no longer driven by this process; nothing more is recorded here"
+
+
+def _caller(task: Task[Any] | None) -> str:
+    return "no task" if task is None else f"task {task.get_name()}"

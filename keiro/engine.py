@@ -8,7 +8,7 @@ import os
 import signal
 import uuid
 from asyncio import Future
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -31,13 +31,13 @@ from keiro.decisions import (
     VersionConflict,
     new,
 )
-from keiro.definition import Workflow
+from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, describe, revive
 from keiro.follower import ProjectionStatus
-from keiro.identity import check_key, parse_run_id, run_id
+from keiro.identity import check_key, check_workflow_name, parse_run_id, run_id
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
@@ -46,7 +46,7 @@ from keiro.readmodels import ReadModels
 from keiro.repository import RunRepository, repository
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
-from keiro.stores import open_store
+from keiro.stores import open_store, shown
 from keiro.stores.base import Store
 from keiro.stores.blocking import RunTables
 from keiro.stores.kept import Report
@@ -59,6 +59,7 @@ log: Final = logging.getLogger("keiro")
 
 STUBBORN_S: Final = 5.0
 DEFAULT_URL: Final = "sqlite:///keiro.db"
+_NOT_OPEN: Final = "the engine is not open: use it inside `async with engine:`"
 _QUIET: Final = frozenset(("fence_lost", "already_ended", "worker_buried"))
 
 
@@ -95,12 +96,12 @@ class Engine:
         _check_options(worker=worker, strict=strict, **({} if migrate is None else {"migrate": migrate}))
         _check_counts(concurrency=concurrency, payload_limit=payload_limit)
         self.url = url or os.environ.get("KEIRO_URL") or DEFAULT_URL
-        self._shown_url = shown(self.url)
         self.store: Store = open_store(self.url, durability=durability)
+        self._shown_url = shown(self.url)
         self.store.listener = self
         self.strict = strict
         self.payload_limit = payload_limit
-        self._grace = patience(grace, "Engine(grace=...)") or 0.0
+        self._grace = patience(grace, "Engine(grace=...)")
         self._concurrency = concurrency
         self._migrate = migrate if migrate is not None else not self.url.startswith("postgres")
         self._claims = worker
@@ -206,10 +207,10 @@ class Engine:
     def _opened(self) -> Worker:
         worker = self._worker
         if worker is None:
-            raise InvalidCall("the engine is not open: use it inside `async with engine:`")
+            raise InvalidCall(_NOT_OPEN)
         if asyncio.get_running_loop() is not self._loop:
             raise InvalidCall(
-                "the engine was opened in another event loop: call it there, or from other threads through keiro.blocking"
+                "the engine was opened in another event loop: call it there, or from other threads by keiro.blocking"
             )
         return worker
 
@@ -344,7 +345,8 @@ class Engine:
 
         It reads the journal where it is called and blocks there; in a coroutine call it in a thread.
         """
-        self._opened()
+        if self._worker is None:
+            raise InvalidCall(_NOT_OPEN)
         if self._repository is None:
             self._run_tables = self.store.run_tables()
             self._repository = repository(self._run_tables.read, self.mapper, self._run_tables.snapshots)
@@ -366,11 +368,8 @@ class Engine:
 
     async def steps(self, run_id: str) -> list[StepRow]:
         """The steps of a run, in the order in which they were first recorded. Raises `RunNotFound`."""
-        self._opened()
         parse_run_id(run_id)
-        run = await self.store.run(run_id)
-        if run is None:
-            raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
+        run = await self._row(run_id)
         stored = (await self.store.history([run.run_key]))[run.run_key]
         return fold_steps(self.mapper.decode_row(row, run_id) for row in stored)
 
@@ -413,6 +412,13 @@ class Engine:
     def _callback_failed(self, error: BaseException) -> None:
         log.error("a callback after a commit raised; what was committed stays", exc_info=error)
 
+    async def _row(self, run_id: str) -> Run:
+        self._opened()
+        run = await self.store.run(run_id)
+        if run is None:
+            raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
+        return run
+
     # Waiting for ends
 
     async def wait_ended(self, run_id: str, timeout: float | None = None) -> Run:
@@ -426,9 +432,7 @@ class Engine:
             # Registered first, then looked: an end between the two is not missed.
             driver = self._resident.get(run_id)
             if driver is None or driver.run.terminal:
-                run = await self.store.run(run_id)
-                if run is None:
-                    raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
+                run = await self._row(run_id)
                 if run.terminal:
                     return run
             async with asyncio.timeout(timeout):
@@ -577,7 +581,7 @@ class Handle:
 
     async def run(self) -> Run:
         """The operational row of the run."""
-        return await self._engine.run_row(self.run_id)
+        return await self._engine._row(self.run_id)
 
     async def status(self) -> Status:
         """Where the run stands."""
@@ -586,9 +590,28 @@ class Handle:
     async def events(self, after: int = 0) -> AsyncIterator[Event]:
         """The events of the run with a version above `after`, in order."""
         run = await self.run()
-        _check_counts(after=after + 1 if type(after) is int else after)
+        if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+            raise InvalidCall(f"events(after={after!r}): after is a version, a whole number from 0")
         for row in (await self._engine.store.history([run.run_key], after))[run.run_key]:
             yield self._engine.mapper.decode_row(row, self.run_id)
 
     def __repr__(self) -> str:
         return f"<handle of {self.run_id}>"
+
+
+def _check_options(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise InvalidCall(f"{name}={value!r}: {name} is True or False")
+
+
+def _check_counts(**counts: object) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+            raise InvalidCall(f"{name}={value!r}: {name} is a whole number from 1")
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | type) or not isinstance(value, Iterable):
+        raise InvalidCall(f"{name}={value!r}: pass a list, {name}=[...]")
+    return list(value)

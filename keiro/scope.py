@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 from uuid import UUID
 
-from keiro.definition import Step, seconds, step_of
+from keiro.definition import Step, retry_or_none, seconds, step_of
 from keiro.errors import InvalidCall
 from keiro.events import time_of
 from keiro.identity import check_step_name, parse_run_id
@@ -125,7 +125,7 @@ class Scope(metaclass=ABCMeta):
             args,
             kwargs,
             name=self._keiro_prefix + (step.name if key is None else check_step_name(key)),
-            retry=retry,
+            retry=None if retry is None else retry_or_none(retry, f"retry of step {step.name!r}"),
             timeout=None if timeout is None else seconds(timeout, f"timeout of step {step.name!r}"),
         )
 
@@ -147,6 +147,12 @@ class Scope(metaclass=ABCMeta):
         first exception cancels the others and is raised when they have ended.
         """
         self._driver("map")
+        if not callable(fn):
+            raise InvalidCall(f"map: what is called for each item must be an async function, not {fn!r}")
+        if not isinstance(items, Iterable):
+            raise InvalidCall(f"map: items must be a list or another iterable, not {items!r}")
+        if key is not None and not callable(key):
+            raise InvalidCall(f"map(key={key!r}): key is a function that names an item, such as `lambda one: one.id`")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise InvalidCall(f"map(limit={limit!r}): limit is a whole number from 1, or None for all at once")
         todo: list[tuple[ScopedRun, T]] = []

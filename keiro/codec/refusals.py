@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import uuid
@@ -127,6 +128,8 @@ def _leaf_problem(node: Any) -> Problem | None:
     try:
         encode_json(node)
     except TypeError:
+        if inspect.isawaitable(node):
+            return f"is of type {show(type(node))}", "Await it; a step that returns one must be an `async def` itself"
         return f"is of type {show(type(node))}, which has no JSON form", _PLAIN_DATA
     except ValueError:
         return (

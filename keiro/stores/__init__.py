@@ -44,5 +44,9 @@ def open_store(url: str, *, durability: str = "full") -> Store:
             ) from error
 
         return PostgresStore(url, codec=codec)
-    # Whatever it is: what stands before the last @ may be a password.
-    raise InvalidCall(f"{re.sub('//.*@', '//…@', repr(url), flags=re.DOTALL)} names no store: use {_FORMS}")
+    raise InvalidCall(f"{shown(repr(url))} names no store: use {_FORMS}")
+
+
+def shown(url: str) -> str:
+    """A URL as messages have it: what stands before the last @ may be a password."""
+    return re.sub("//.*@", "//…@", url, flags=re.DOTALL)

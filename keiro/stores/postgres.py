@@ -166,6 +166,7 @@ class PostgresStore:
     async def open(self, *, migrate: bool) -> None:
         """Connect, and bring the schema up to date or verify it."""
         self._loop = asyncio.get_running_loop()
+        self._closing = False
         self._reading = asyncio.Lock()
         self._following = asyncio.Lock()
         self._queue = Queue(self._loop, self._wake_writer)
