@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -310,6 +311,26 @@ def test_a_full_pool_refuses_those_who_may_not_wait(postgres_url: str) -> None:
         view: Any = factory.tracking_recorder()
         with view.transaction(), pytest.raises(OperationalError, match="POSTGRES_POOL_SIZE"):
             view.max_tracking_id("up")
+        assert view.max_tracking_id("up") is None
+
+
+def test_only_so_many_may_wait_for_a_connection(postgres_url: str) -> None:
+    settings = {
+        **postgres_settings(postgres_url),
+        "POSTGRES_POOL_SIZE": "1",
+        "POSTGRES_MAX_OVERFLOW": "0",
+        "POSTGRES_MAX_WAITING": "1",
+    }
+    with closing_factory(settings) as factory:
+        view: Any = factory.tracking_recorder()
+        with view.transaction():
+            waiting = threading.Thread(target=view.max_tracking_id, args=("up",))
+            waiting.start()
+            while view.datastore._requests < 2:
+                waiting.join(0.01)
+            with pytest.raises(OperationalError, match="POSTGRES_POOL_SIZE"):
+                view.max_tracking_id("up")
+        waiting.join(30)
         assert view.max_tracking_id("up") is None
 
 

@@ -290,7 +290,8 @@ class PostgresApplicationRecorder(PostgresAggregateRecorder, ApplicationRecorder
 
         With `connection=`, a `sqlalchemy.Connection` or `psycopg.Connection` to the same database, the
         events join the caller's transaction: they are there, and subscribers are woken, when and only if
-        the caller commits. The other writers of this application wait until then.
+        the caller commits. The other writers of this application wait until then, so save last: after all
+        rows that such a writer may have locked.
         """
         tracking = kwargs.get("tracking")
         joined = self._joined(kwargs)
