@@ -492,12 +492,13 @@ class Driver:
 
     async def _deliver(self, version: int) -> None:
         """Bring the body's instance to `version`: a replay delivers the same events at the same places."""
-        if version > self._known:
+        while version > (known := self._known):
             key = self.run.run_key
-            rows = (await self.host.store.history([key], after=self._known))[key]
-            check_contiguous(self.run.run_id, rows, after=self._known, until=version)
-            self._unseen.extend(row for row in rows if ":" in row.topic)
-            self._known = rows[-1].version
+            rows = (await self.host.store.history([key], after=known))[key]
+            if self._known == known:  # else another task of the body has read on meanwhile
+                check_contiguous(self.run.run_id, rows, after=known, until=version)
+                self._unseen.extend(row for row in rows if ":" in row.topic)
+                self._known = rows[-1].version
         while self._unseen and self._unseen[0].version <= version:
             apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
 

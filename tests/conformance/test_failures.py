@@ -10,8 +10,8 @@ import pytest
 
 import keiro
 from keiro.events import AttemptFailed, WorkflowRetried
-from tests.conftest import MakeEngine
 from tests.conformance.test_steps import calls, note, replay, step_names, topics
+from tests.conftest import MakeEngine
 
 FAST = keiro.Retry(4, initial=0.001, jitter=0)
 

@@ -13,8 +13,9 @@ import keiro
 from keiro.decisions import Append, FenceLost, new
 from keiro.events import StepRecorded
 from keiro.stores.base import WorkerRow
-from tests.conftest import MakeEngine
+from keiro.worker import Worker
 from tests.conformance.test_steps import calls, note, step_names, topics
+from tests.conftest import MakeEngine
 
 gate: dict[str, asyncio.Event] = {}
 
@@ -38,9 +39,14 @@ async def held_workflow(run: keiro.WorkflowRun) -> list[Any]:
     return [await run.step(note, "before"), await run.step(held, "held"), await run.step(note, "after")]
 
 
-async def own_row(engine: keiro.Engine) -> WorkerRow:
+def worker_of(engine: keiro.Engine) -> Worker:
     assert engine._worker is not None
-    return next(row for row in await engine.store.workers() if row.worker_key == engine._worker.key)
+    return engine._worker
+
+
+async def own_row(engine: keiro.Engine) -> WorkerRow:
+    key = worker_of(engine).key
+    return next(row for row in await engine.store.workers() if row.worker_key == key)
 
 
 async def test_wf_60_another_engine_resumes_only_the_tail(make_engine: MakeEngine) -> None:
