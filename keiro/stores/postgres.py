@@ -46,6 +46,8 @@ log: Final = logging.getLogger("keiro")
 
 LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
 RECONNECT_S: Final = 5.0
+FEW: Final = 4
+"""Up to so many commands, statements without arrays in one round trip cost less than one with arrays."""
 CHANNEL: Final = "keiro"
 _BEGIN: Final = (("BEGIN", ()), ("SELECT pg_advisory_xact_lock($1)", (LOCK_KEY,)))
 _NOW: Final = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
@@ -322,8 +324,8 @@ class PostgresStore:
         conn: Connection | _Projecting = writer
         if self._inline is not None and self._inline.wants([pending.command for pending in batch]):
             conn = _Projecting(writer, self._inline)
-        if len(batch) == 1:
-            return await self._commit_one(conn, batch)
+        if len(batch) == 1 or (len(batch) <= FEW and conn is writer):
+            return await self._commit_few(conn, batch)
         seal = self._sql.seal
         left: list[Pending] = []
         behind: set[str] = set()  # runs of which a command is left: those that came after it must not overtake it
@@ -407,46 +409,65 @@ class PostgresStore:
             left.sort(key=came.__getitem__)
         return left
 
-    async def _commit_one(self, conn: Connection | _Projecting, batch: list[Pending]) -> list[Pending]:
-        (pending,) = batch
-        command = pending.command
+    async def _commit_few(self, conn: Connection | _Projecting, batch: list[Pending]) -> list[Pending]:
+        """Write a handful of commands, each by its own statement, all in one round trip and one transaction."""
+        statements = [self._alone_statement(pending.command) for pending in batch]
+        known = [(one, statement) for one, statement in zip(batch, statements, strict=True) if statement is not None]
+        if len(known) < len(batch):
+            # Those that need a look come after those that do not, but never before an earlier one of the same run.
+            first = statements.index(None)
+            known = known[:first]
+        if not known:
+            return batch
+        if isinstance(conn, _Projecting):
+            [(_, (sql, params, _))] = known
+            results = [await conn.execute(sql, params)]
+        else:
+            results = await conn.pipeline([(sql, params) for _, (sql, params, _) in known])
+        left: list[Pending] = []
+        changed: list[Run] = []
+        for (pending, (_, _, run)), result in zip(known, results, strict=True):
+            command = pending.command
+            if not result.rowcount:
+                left.append(pending)
+            elif isinstance(command, Start):
+                assert run is not None
+                run = replace(run, run_key=int(result.rows[0][0] or 0))
+                changed.append(run)
+                pending.settle(Appended(1, run))
+            else:
+                assert command.expected is not None
+                if run is not None:
+                    changed.append(run)
+                pending.settle(Appended(command.expected + 1))
+        self._published(changed)
+        return left + batch[len(known) :]
+
+    def _alone_statement(self, command: Command) -> tuple[str, list[Any], Run | None] | None:
+        """The statement that writes a command by itself, with the row it changes; None if the sender does not know
+        enough for it."""
         if isinstance(command, Start):
             run = born(command)
-            if not _plain(run):
-                return batch
-            result = await conn.execute(_START, self._birth(run, command))
-            if not result.rowcount:
-                return batch
-            run = replace(run, run_key=int(result.rows[0][0] or 0))
-            pending.settle(Appended(1, run))
-            self._published([run])
-            return []
+            return (_START, self._birth(run, command), run) if _plain(run) else None
         if command.owner is None or command.expected is None or len(command.events) > 1:
-            return batch
+            return None
         (one,) = command.events
-        event_id, payload = one.event_id.hex(), self._sql.seal(one.payload)
         params: list[Any] = [
             command.run_key,
             command.expected,
             command.owner,
             command.epoch,
-            event_id,
+            one.event_id.hex(),
             one.event.TOPIC,
-            payload,
+            self._sql.seal(one.payload),
             command.at_ms,
         ]
         changed = command.run
         if changed is None:
-            result = await conn.execute(_STEP, params)
-        elif releases(command.events, changed):
-            result = await conn.execute(_END, params + self._sql.changed_values(changed)[:-1])
-        else:
-            return batch
-        if not result.rowcount:
-            return batch
-        pending.settle(Appended(command.expected + 1))
-        self._published(() if changed is None else (changed,))
-        return []
+            return _STEP, params, None
+        if releases(command.events, changed):
+            return _END, params + self._sql.changed_values(changed)[:-1], changed
+        return None
 
     def _birth(self, run: Run, start: Start) -> list[Any]:
         return [
