@@ -8,6 +8,7 @@ blocks on it.
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Outcome, Stored, born, releases
-from keiro.errors import KeiroError, ProjectionFailed, StoreBusy
+from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreUnavailable
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
@@ -37,6 +38,7 @@ T = TypeVar("T")
 
 BUSY_RETRY_S: Final = 0.0003
 BUSY_LIMIT_S: Final = 30.0
+LOOK_S: Final = 1.0
 _SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
 
 
@@ -68,7 +70,10 @@ class SQLiteStore:
         self._closed = False
         self._wake = WakeSocket(self._loop, self._woken)
         self._data_version = self._pragma("data_version")
-        self._poll = self._loop.call_later(1.0, self._look)
+        # Both are there from the first look into the file until the last connection to it is closed.
+        self._files = self._identities()
+        self._moved = False
+        self._poll = self._loop.call_later(LOOK_S, self._look)
 
     async def _ensure(self, upgrade: bool) -> None:
         mode: migrate.Mode = "migrate" if upgrade else "verify"
@@ -110,7 +115,8 @@ class SQLiteStore:
 
     def _look(self) -> None:
         # The net under the wake-ups: a lost datagram costs at most one of these intervals.
-        self._poll = self._loop.call_later(1.0, self._look)
+        self._poll = self._loop.call_later(LOOK_S, self._look)
+        self._moved = self._identities() != self._files
         try:
             version = self._pragma("data_version")
         except sqlite3.Error:
@@ -118,6 +124,17 @@ class SQLiteStore:
         if version != self._data_version:
             self._data_version = version
             self.listener.woken()
+
+    def _identities(self) -> list[tuple[int, int] | None]:
+        return [_identity(self.path), _identity(f"{self.path}-wal")]
+
+    def _check_place(self) -> None:
+        # SQLite goes on with a file that has no name any more: what is written there nobody ever finds again.
+        if self._moved:
+            raise StoreUnavailable(
+                f"{self.path} was deleted or replaced while it was open; nothing is written any more. Stop all "
+                "programs that use it, put back the file and its -wal file, then start them again"
+            )
 
     def _woken(self) -> None:
         self.listener.woken()
@@ -191,6 +208,7 @@ class SQLiteStore:
         self._retry = self._loop.call_later(BUSY_RETRY_S, self._flush)
 
     def _commit(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
+        self._check_place()
         conn = self._conn
         inline = self._inline
         conn.execute("BEGIN IMMEDIATE")
@@ -339,6 +357,7 @@ class SQLiteStore:
         """Run a writing program in a transaction of its own, waiting while another process holds the lock."""
         deadline = self._loop.time() + BUSY_LIMIT_S
         while True:
+            self._check_place()
             try:
                 self._conn.execute("BEGIN IMMEDIATE")
                 try:
@@ -355,6 +374,7 @@ class SQLiteStore:
             await asyncio.sleep(BUSY_RETRY_S)
 
     def _select(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        self._check_place()
         try:
             return self._conn.execute(sql, values).fetchall()
         except sqlite3.Error as error:
@@ -385,6 +405,7 @@ class SQLiteStore:
 
     async def query(self, program: Callable[[], Program[T]]) -> T:
         """Run a program that only reads."""
+        self._check_place()
         try:
             return self._drive(program())
         except sqlite3.Error as error:
@@ -430,9 +451,16 @@ class SQLiteStore:
 
     async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
         """The events of runs."""
-        to_stored = self._sql.to_stored
+        unseal = self._sql.unseal
+        # SQLite gives values as the journal has them, and this is what a replay waits for: no conversions.
         return {
-            key: [to_stored(row) for row in self._select(self._sql.text.history, (key, after))] for key in run_keys
+            key: [
+                Stored(position, run_key, version, event_id, topic, unseal(payload), at_ms)
+                for position, run_key, version, event_id, topic, payload, at_ms in self._select(
+                    self._sql.text.history, (key, after)
+                )
+            ]
+            for key in run_keys
         }
 
     async def read(self, after: int, limit: int) -> list[Stored]:
@@ -489,6 +517,15 @@ class SQLiteStore:
     async def adopt_orphans(self) -> bool:
         """Make pending what is owned by no listed worker."""
         return await self._locked(self._sql.adopt_orphans)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file a path leads to."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _caused(error: KeiroError, cause: BaseException) -> KeiroError:
