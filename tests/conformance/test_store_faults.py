@@ -1,5 +1,5 @@
-"""A store that is full, locked, moved, away, or not ours, under an engine: an error with advice for callers, patience for
-running steps, and no acknowledged step lost."""
+"""A store that is full, locked, moved, away, or not ours, under an engine: an error with advice for callers, patience
+for running steps, and no acknowledged step lost."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ async def test_a_server_that_is_not_there_is_said_at_once(restartable_postgres: 
         await engine.__aenter__()
     assert "secret" not in str(said.value)
     restartable_postgres.start()
-    with pytest.raises(StoreUnavailable, match='role "me" does not exist|refused the login'):
+    with pytest.raises(StoreUnavailable, match=r'role "me" does not exist|refused the login'):
         await engine.__aenter__()
     async with keiro.Engine(restartable_postgres.url(), workflows=[fine], migrate=True) as engine:
         assert await engine.execute(fine) == "x"
