@@ -209,7 +209,7 @@ class Driver:
         if stored:
             # More than the head had at the claim, where somebody appended before the history was read.
             self._version = self._known = stored[-1].version
-        self._history = history_of(stored)
+        self._history = history_of(self.run.run_id, stored)
         if self.workflow.aggregate is not None:
             self._unseen = deque(row for row in stored if ":" in row.topic)
 
@@ -584,7 +584,7 @@ _decode_step: Final = msgspec.json.Decoder(Recorded).decode
 _decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
 
 
-def history_of(stored: list[Stored]) -> dict[str, Recorded]:
+def history_of(run_id: str, stored: list[Stored]) -> dict[str, Recorded]:
     """The newest word of the journal on each step.
 
     A retry of the workflow gives its failed steps a new chance; what succeeded stays.
@@ -611,7 +611,7 @@ def history_of(stored: list[Stored]) -> dict[str, Recorded]:
                     del history[name]
     except msgspec.DecodeError as error:
         raise DecodeFailed(
-            f"event {row.version} of run {row.run_key} ({row.topic}) cannot be read: {error}. Nothing of the run is "
+            f"event {row.version} of {run_id} ({row.topic}) cannot be read: {error}. Nothing of the run is "
             "replayed without it: restore the journal from a backup, or update keiro if a newer one wrote it",
             where=row.topic,
         ) from error

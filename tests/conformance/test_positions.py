@@ -101,7 +101,10 @@ def watcher(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
 
 def waits_for(watcher: psycopg.Connection[Any], key: int) -> int:
     """How many connections wait for an advisory lock."""
-    sql = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND (classid::bigint << 32 | objid::bigint) = %s"
+    sql = (
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        " AND (classid::bigint << 32 | objid::bigint) = %s"
+    )
     return int(watcher.execute(sql, (key,)).fetchone()[0])  # type: ignore[index]
 
 

@@ -156,8 +156,8 @@ async def test_gather_task_group_map_and_scope_replay_by_name(make_engine: MakeE
         handle = await engine.start(fan_out, id="a")
         assert await handle.result() == [[0, 1, 2], [0, 1, 2], [20, 40]]
         assert sorted(await step_names(handle)) == sorted(
-            ["slow_first", "slow_first#2", "slow_first#3", "task-0", "task-1", "task-2"]
-            + ["one-0/note", "one-0/note#2", "one-1/note", "one-1/note#2"]
+            "slow_first slow_first#2 slow_first#3 task-0 task-1 task-2".split()
+            + "one-0/note one-0/note#2 one-1/note one-1/note#2".split()
         )
         count = len(calls)
         ended = await replay(engine, handle, fan_out)

@@ -84,7 +84,7 @@ async def test_what_becomes_pending_here_is_claimed_at_once(make_engine: MakeEng
 
 @pytest.mark.usefixtures("no_polls")
 async def test_a_commit_wakes_the_workers_and_the_waiters_of_other_engines(make_engine: MakeEngine) -> None:
-    """Notifications on Postgres, a datagram on SQLite, a call in memory; both ways, and nothing else is left to do it."""
+    """Notifications on Postgres, a datagram on SQLite, a call in memory; both ways, with nothing else left to do it."""
     async with make_engine(noted) as engine, make_engine(worker=False) as client:
         # Each learns of the other when it registers or renews.
         await worker_of(engine)._renew()

@@ -107,7 +107,7 @@ async def recorded(engine: keiro.Engine) -> dict[str, set[str]]:
     for run in await engine.runs(limit=10_000):
         rows = (await engine.store.history([run.run_key]))[run.run_key]
         found[run.run_id] = {
-            name for name, one in history_of(rows).items() if one.failed is None
+            name for name, one in history_of(run.run_id, rows).items() if one.failed is None
         }
         assert [row.version for row in rows] == list(range(1, len(rows) + 1)), f"{run.run_id} has a gap"
     return found
