@@ -94,6 +94,8 @@ def step_of(fn: Callable[..., Any]) -> Step:
     if type(fn) is Step:
         return fn
     if type(fn) is not FunctionType:
+        if isinstance(fn, Workflow):
+            raise InvalidCall(f"{fn.name!r} is a workflow and no step: call its function inside this body, or start it")
         return Step(fn)
     found: Step | None = fn.__dict__.get(_MADE)
     # A decorator that copies attributes, as functools.wraps does, copies this one to another function.

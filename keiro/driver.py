@@ -52,9 +52,10 @@ from keiro.events import (
     WorkflowFailed,
     WorkflowRetried,
 )
-from keiro.failures import capture, revive
+from keiro.failures import capture, revive, summary
 from keiro.identity import StepIds
 from keiro.mapper import EventMapper
+from keiro.reports import SENTENCES
 from keiro.retry import Retry
 from keiro.rows import Head, Run
 from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
@@ -115,6 +116,8 @@ class Driver:
         "__weakref__",
         "_history",
         "_ids",
+        "_begun",
+        "_called",
         "_in_flight",
         "_instance",
         "_known",
@@ -146,6 +149,8 @@ class Driver:
         self.over = False
         self.draining: asyncio.Event | None = None
         self._in_flight = 0
+        self._called = 0
+        self._begun = 0
         self.lost = False
         self.task: Task[None] | None = None
         self._version = head.version
@@ -171,12 +176,15 @@ class Driver:
         self._remember()
         self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
         _strand.set(self._root)
-        self._instance = instance = aggregate_of(self.workflow, self.run)
-        bind(instance, self)
         try:
+            self._instance = instance = aggregate_of(self.workflow, self.run)
+            bind(instance, self)
             args, kwargs = self.workflow.input.decode(self.run.input_json.encode())
             result = await self.workflow.body(instance, *args, **kwargs)
+            self._check_replayed()
             payload = codec.encode(result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit)
+            # A result that nobody could read would make the run completed, and every look at it an error.
+            self.workflow.decode_result(payload)
             event: Event = WorkflowCompleted(result=Raw(payload))
         except RunSealed:
             return
@@ -187,7 +195,10 @@ class Driver:
                 self.sealed = True
                 raise
             event = self._failed(error)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
+        except BaseException as error:
+            # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
             if self.sealed:
                 return
             event = self._failed(error)
@@ -201,6 +212,18 @@ class Driver:
             await self._settle(event)
         except RunSealed:
             return
+
+    def _check_replayed(self) -> None:
+        """Whether the body that has returned is the one that was recorded."""
+        if self._called != self._begun:
+            self._doubt("never_awaited", self._called - self._begun)
+        if self._history:
+            self._doubt("never_asked_for", ", ".join(sorted(self._history)[:10]))
+
+    def _doubt(self, what: str, steps: object) -> None:
+        if self.host.strict:
+            raise NonDeterminism(SENTENCES[what][1].format(run_id=self.run.run_id, steps=steps))
+        self.host.report(what, self.run.run_id, steps=steps)
 
     def _remember(self) -> None:
         """Read the history, here and not where runs are adopted: one that cannot be read stops no other run."""
@@ -229,6 +252,15 @@ class Driver:
         # A failure may be followed by another one after a resurrection or a retry, so its id is fresh each time.
         event_id = self._ids(COMPLETED) if isinstance(event, WorkflowCompleted) else uuid.uuid4().bytes
         await self._record(new(event, event_id))
+        match event:
+            case WorkflowFailed():
+                self.host.report("run_failed", self.run.run_id, error=summary(event.failure))
+            case WorkflowRetried():
+                seconds = (event.next_attempt_at_ms - self.host.wall_ms()) / 1000
+                failure = summary(event.failure)
+                self.host.report(
+                    "run_retried", self.run.run_id, attempt=event.attempt, error=failure, seconds=round(seconds, 1)
+                )
 
     def seal(self) -> None:
         """Stop the body before its next effect; from now on nothing is recorded."""
@@ -260,7 +292,7 @@ class Driver:
                 # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
                 # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
                 # the run now has.
-                what = "projection_failed" if isinstance(error, ProjectionFailed) else "store_away"
+                what = "record_refused" if isinstance(error, ProjectionFailed) else "store_away"
                 self.host.report(what, self.run.run_id, error=str(error))
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
                 await self._reload()
@@ -323,6 +355,7 @@ class Driver:
         """Reserve the step's name now; the coroutine returns its result."""
         strand = self._here()
         name = self._reserve(name, strand)
+        self._called += 1
         found = self._history.pop(name, None)
         if found is None:
             return self._execute(strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, 1)
@@ -352,6 +385,7 @@ class Driver:
         retry: Retry | None,
         timeout: float | None,
     ) -> Any:
+        self._begun += 1
         if found.inputs_digest is not None and found.inputs_digest != codec.digest(args, kwargs):
             problem = f"step {name!r} of {self.run.run_id} was recorded with other inputs than it is called with now"
             if self.host.strict:
@@ -360,6 +394,7 @@ class Driver:
         failed = found.failed
         if failed is not None and failed.next_attempt_at_ms is not None:
             await self._pause(failed.next_attempt_at_ms)
+            self._called += 1
             return await self._execute(
                 strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, failed.attempt + 1
             )
@@ -382,6 +417,7 @@ class Driver:
         attempt: int,
     ) -> Any:
         host = self.host
+        self._begun += 1
         # An annotation that no JSON can be read as is refused before the effect, not after it.
         step.decode.compile()
         digest = codec.digest(args, kwargs) if args or kwargs else None
@@ -413,6 +449,9 @@ class Driver:
                     )
                     outcome, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
                     again_at = failed.next_attempt_at_ms
+                    then = "it is raised in the body" if again_at is None else "it is tried again"
+                    told = summary(failed.failure)
+                    host.report("attempt_failed", self.run.run_id, step=name, attempt=attempt, error=told, then=then)
                     if self.workflow.aggregate is not None:
                         await self._deliver(self._version_of(outcome))
                     if again_at is None:
@@ -632,8 +671,13 @@ def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: in
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:
-    async with asyncio.timeout(seconds):
-        return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None
+        raise
 
 
 async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

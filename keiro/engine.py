@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import uuid
@@ -35,7 +34,7 @@ from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowStarted
-from keiro.failures import Failure, describe, revive
+from keiro.failures import Failure, describe, revive, summary
 from keiro.follower import ProjectionStatus
 from keiro.identity import check_key, check_workflow_name, parse_run_id, run_id
 from keiro.mapper import EventMapper
@@ -43,6 +42,7 @@ from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
 from keiro.projections.steps import steps as fold_steps
 from keiro.readmodels import ReadModels
+from keiro.reports import log, report
 from keiro.repository import RunRepository, repository
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
@@ -55,12 +55,9 @@ from keiro.worker import Worker
 
 T = TypeVar("T")
 
-log: Final = logging.getLogger("keiro")
-
 STUBBORN_S: Final = 5.0
 DEFAULT_URL: Final = "sqlite:///keiro.db"
 _NOT_OPEN: Final = "the engine is not open: use it inside `async with engine:`"
-_QUIET: Final = frozenset(("fence_lost", "already_ended", "worker_buried"))
 
 
 class Engine:
@@ -122,8 +119,9 @@ class Engine:
         self._waiting: dict[str, set[Future[Run]]] = {}
         self._moved: set[asyncio.Event] = set()
         self._looking: asyncio.Task[None] | None = None
-        self._births: set[str] = set()
-        self._closing = False
+        self._look_again = False
+        self._births: set[Future[Outcome]] = set()
+        self._closer: asyncio.Task[None] | None = None
 
     def _register(self, workflow: Workflow) -> None:
         other = self._workflows.setdefault(workflow.name, workflow)
@@ -143,7 +141,6 @@ class Engine:
             raise
         try:
             await self._read_models.open(create=self._migrate, moved=self._moved)
-            self._closing = False
             self._worker = Worker(self, list(self._workflows), claims=self._claims)
             await self._worker.start()
         except BaseException:
@@ -164,10 +161,23 @@ class Engine:
         the runs are handed back: pending again, for the next start or another process. Closing a closed engine does
         nothing."""
         grace = patience(grace, "close(grace=...)")
-        if self._worker is None or self._closing:
+        if self._worker is not None:
+            worker = self._opened()
+            if self._closer is None:
+                self._closer = asyncio.create_task(self._close(worker, grace), name="keiro close")
+        closer = self._closer
+        if closer is None:
             return
-        worker = self._opened()
-        self._closing = True
+        try:
+            await asyncio.shield(closer)
+        except asyncio.CancelledError:
+            # The caller waits no longer, so nobody gets any more grace. The rest is done all the same: a lease that
+            # goes on would keep the runs from everybody else.
+            self.seal_all()
+            await asyncio.wait([closer])
+            raise
+
+    async def _close(self, worker: Worker, grace: float | None) -> None:
         await worker.stop_claiming()
         drivers = list(self._resident.values())
         for driver in drivers:
@@ -182,6 +192,7 @@ class Engine:
             if stubborn:
                 self.report("still_running", "", runs=len(stubborn))
         await asyncio.sleep(0)  # their done-callbacks have run
+        await self.births_over()
         mine = [driver.run.run_key for driver in drivers if not driver.lost]
         if mine:
             try:
@@ -190,6 +201,8 @@ class Engine:
                 # The lease ends by itself; whoever claims then continues.
                 self.report("not_handed_back", "", error=str(failed))
         await worker.stop()
+        # From here on nobody begins to wait for what will not be told any more.
+        self._worker = None
         for waiting in self._waiting.values():
             for future in waiting:
                 if not future.done():
@@ -202,7 +215,7 @@ class Engine:
             self._run_tables.close()
             self._run_tables = self._repository = None
         await self.store.close()
-        self._worker = self._loop = None
+        self._loop = self._closer = None
 
     def _opened(self) -> Worker:
         worker = self._worker
@@ -243,13 +256,13 @@ class Engine:
         owned = registered is not None and worker.leased and connection is None and self.free_slots() > 0
         command = Start(own_id, new(started, uuid.uuid4().bytes), self.wall_ms(), worker.key if owned else None)
         if owned:
-            self._births.add(own_id)
-        try:
+            birth = self.store.submit(command)
+            self._births.add(birth)
+            birth.add_done_callback(self._born)
+            # Shielded: a caller that is cancelled takes nothing back, the run is born all the same.
+            outcome = await asyncio.shield(birth)
+        else:
             outcome = await self._submit(command, connection)
-        finally:
-            if owned and own_id in self._births:
-                self._births.discard(own_id)
-                self._freed()
         match outcome:
             case Appended(run=Run() as run) | Existing(run):
                 pass
@@ -431,7 +444,7 @@ class Engine:
         try:
             # Registered first, then looked: an end between the two is not missed.
             driver = self._resident.get(run_id)
-            if driver is None or driver.run.terminal:
+            if driver is None or driver.sealed or driver.run.terminal:
                 run = await self._row(run_id)
                 if run.terminal:
                     return run
@@ -486,14 +499,22 @@ class Engine:
         """Look whether runs that others drive have ended."""
         for event in self._moved:
             event.set()
+        self._look_again = True
         if self._waiting and (self._looking is None or self._looking.done()):
             self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def _look(self) -> None:
         try:
-            names = [name for name in self._waiting if name not in self._resident]
-            for at in range(0, len(names), 500):
-                self.committed(await self.store.ended(names[at : at + 500]))
+            while self._look_again:  # woken during a look: the end it was for may have come after the answer
+                self._look_again = False
+                # A sealed run may be driven to its end elsewhere while its body here still refuses to stop.
+                names = [
+                    name
+                    for name in self._waiting
+                    if (driver := self._resident.get(name)) is None or driver.sealed
+                ]
+                for at in range(0, len(names), 500):
+                    self.committed(await self.store.ended(names[at : at + 500]))
         except errors.StoreError as error:
             self.report("store_away", "", error=str(error))
 
@@ -501,10 +522,11 @@ class Engine:
 
     def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
         """Drive a run this engine's worker owns."""
-        self._births.discard(run.run_id)
-        if self._closing:
-            return  # nobody would seal or await it any more; the end of the worker hands it back
+        if self._worker is None or not self._worker.leased:
+            return  # nobody would seal or await it any more; the end of the incarnation hands it back
         driver = Driver(self, self._workflows[run.workflow], run, head, stored)
+        if head.epoch > 1:
+            self.report("run_resumed", run.run_id, steps=len(stored))
         self._resident[run.run_id] = driver
         task = asyncio.get_running_loop().create_task(driver.drive(), name=run.run_id)
         self._tasks[task] = driver
@@ -518,6 +540,17 @@ class Engine:
             # A fault of the engine or of the store, not of the body: the run goes back after the next renewal.
             log.error("%s could not be driven on; it will be handed back", driver.run.run_id, exc_info=error)
         self._freed()
+
+    def _born(self, birth: Future[Outcome]) -> None:
+        self._births.discard(birth)
+        if not birth.cancelled():
+            birth.exception()  # told to who awaits it; one that was cancelled does not want to know
+        self._freed()
+
+    async def births_over(self) -> None:
+        """Return when all starts under way have committed or failed."""
+        while self._births:
+            await asyncio.wait(self._births)
 
     def _freed(self) -> None:
         if self._worker is not None and self.free_slots() == 1:
@@ -545,9 +578,8 @@ class Engine:
         return self.store.now_ms()
 
     def report(self, event: str, run_id: str, **fields: object) -> None:
-        """Log something an operator should know."""
-        details = " ".join(f"{name}={value!r}" for name, value in fields.items())
-        log.log(logging.INFO if event in _QUIET else logging.WARNING, "%s %s %s", event, run_id, details)
+        """Log something an operator should know: see `keiro.reports`."""
+        report(event, run_id, fields)
 
 
 class Handle:
@@ -575,7 +607,7 @@ class Handle:
             raise errors.WorkflowCancelled(f"{self.run_id} was cancelled")
         assert run.failure_json is not None
         failure = msgspec.json.decode(run.failure_json, type=Failure)
-        failed = errors.WorkflowFailed(f"{self.run_id} failed: {failure.type}: {failure.message}", failure)
+        failed = errors.WorkflowFailed(f"{self.run_id} failed: {summary(failure)}", failure)
         failed.add_note(describe(failure))
         raise failed from revive(failure)
 

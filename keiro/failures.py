@@ -88,6 +88,12 @@ def revive(failure: Failure) -> Exception:
     return error
 
 
+def summary(failure: Failure) -> str:
+    """The failure in one line, as Python prints an exception's last one."""
+    kind = failure.type.removeprefix("builtins:").replace(":", ".")
+    return f"{kind}: {failure.message}" if failure.message else kind
+
+
 def describe(failure: Failure) -> str:
     """The failure as Python prints exceptions: causes first, each with its traceback and notes."""
     parts = []

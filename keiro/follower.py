@@ -29,6 +29,7 @@ IDLE_TRACK: Final = 10_000
 """After how many events it did not want a projection's tracking is moved without them."""
 AWAY_S: Final = 2.0
 """How long at most to wait before the next look at a store that was away."""
+_CLOSED: Final = "the engine was closed while waiting for a projection"
 BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -82,13 +83,14 @@ class Follower:
 
     async def stop(self) -> None:
         """Follow no more. A transaction under way is finished or undone."""
-        if self._task is not None:
-            self._task.cancel()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._task
+                await task
         for _, future in self._waiting:
             if not future.done():
-                future.set_exception(StoreError("the engine was closed while waiting for a projection"))
+                future.set_exception(StoreError(_CLOSED))
 
     async def caught_up(self, position: int, timeout: float | None) -> None:
         """Return once every event up to `position` is folded. Raises `ProjectionFailed` while the projection fails, and
@@ -97,6 +99,8 @@ class Follower:
             return
         if self.error is not None:
             raise self.error
+        if self._task is None:
+            raise StoreError(_CLOSED)
         future: Future[None] = asyncio.get_running_loop().create_future()
         entry = (position, future)
         self._waiting.append(entry)

@@ -22,6 +22,8 @@ from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
 
 CLAIM_BATCH: Final = 200
+BLOCKED_S: Final = 5.0
+"""An event loop that stands still for longer is told of: it endangers the lease."""
 RETRY_S: Final = 0.5
 """How soon a lease that could not be renewed is tried again."""
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -43,6 +45,9 @@ class Employer(Protocol):
 
     def seal_all(self) -> None:
         """Stop all resident runs: their ownership is over."""
+
+    async def births_over(self) -> None:
+        """Return when all starts under way have committed or failed."""
 
     def tick(self) -> None:
         """Look after those who wait for other processes."""
@@ -93,9 +98,10 @@ class Worker:
             with suppress(asyncio.CancelledError):
                 await task
         with suppress(StoreError):
-            for row in await self._store.workers():
-                if row.worker_key == self.key:
-                    await self._store.bury(row)
+            # Again where a renewal that was still under way came between the look and the burial.
+            while row := next((row for row in await self._store.workers() if row.worker_key == self.key), None):
+                if await self._store.bury(row):
+                    break
 
     @property
     def leased(self) -> bool:
@@ -131,23 +137,26 @@ class Worker:
                     await self._wake.wait()
 
     async def _claim_all(self) -> float:
+        began, key = self._store.now_ms(), self.key
         while (room := min(self._employer.free_slots(), CLAIM_BATCH)) > 0:
-            taken = await self._store.claim(self.key, self._workflows, room)
+            taken = await self._store.claim(key, self._workflows, room)
             if not taken:
                 break
             try:
                 histories = await self._store.history([run.run_key for run, _ in taken], after=1)
             except BaseException:
                 # Claimed but not driven would be owned by a living worker for ever.
-                await self._hand_back([run.run_key for run, _ in taken])
+                await self._hand_back(key, [run.run_key for run, _ in taken])
                 raise
-            if self._sealed or not self._claims:
-                # The runs are this worker's and not driven: the end of its incarnation hands them back.
+            if self._sealed or not self._claims or self.key != key:
+                # The runs are not driven: the end of the incarnation that claimed them hands, or has handed, them back.
                 return SAFETY_POLL_S
             for run, head in taken:
                 self._employer.adopt(run, head, histories[run.run_key])
         due = await self._store.next_due_ms(self._workflows)
-        if due is None:
+        if due is None or due <= began:
+            # What was due before and is not taken waits for a free slot, or for the next incarnation: no use in
+            # asking again at once.
             return SAFETY_POLL_S
         return min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
 
@@ -156,9 +165,9 @@ class Worker:
         known = isinstance(error, StoreError | TimeoutError)
         self._employer.report("store_away" if known else "worker_fault", "", error=str(error) or repr(error))
 
-    async def _hand_back(self, run_keys: list[int]) -> None:
+    async def _hand_back(self, key: int, run_keys: list[int]) -> None:
         with suppress(StoreError):
-            await self._store.release(self.key, run_keys)
+            await self._store.release(key, run_keys)
 
     async def report_unregistered(self) -> None:
         """Report, once each, workflows that have pending runs and are not registered here."""
@@ -174,7 +183,11 @@ class Worker:
     async def _keep_lease(self) -> None:
         pause = RENEW_MS / 1000
         while True:
+            slept = _elapsed()
             await asyncio.sleep(pause)
+            late = _elapsed() - slept - pause
+            if late > BLOCKED_S:
+                self._employer.report("loop_blocked", "", seconds=late)
             pause = RENEW_MS / 1000
             # A store that does not answer is as good as one that is away: the runs must be sealed in time all the same.
             left = None if self._sealed else self._renewed_at + SEAL_MS / 1000 - _elapsed()
@@ -218,6 +231,8 @@ class Worker:
         self._employer.report("lease_lost", "")
         self._sealed = True
         self._employer.seal_all()
+        # A run born as the old incarnation's after its burial would belong to nobody, and be taken for the new one's.
+        await self._employer.births_over()
         old, self._incarnation = self._incarnation, incarnation()
         for row in await self._store.workers():
             if row.worker_id == old.worker_id:

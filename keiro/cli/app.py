@@ -49,14 +49,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[_ToStandardError()])
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_ToStandardError()])
 
 
 class _ToStandardError(logging.Handler):
     """Writes where standard error leads at the moment: while progress is shown, above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        output.note(f"{record.levelname.lower()}: {self.format(record)}")
+        told: dict[str, object] = getattr(record, "keiro", {})
+        if told.get("event") != "run_failed":  # the command ends with that, and says more
+            output.note(f"{record.levelname.lower()}: {self.format(record)}")
 
 
 @app.command()

@@ -159,6 +159,7 @@ class PostgresStore:
         self._nudge: Future[None] | None = None
         self._closing = False
         self._alone = True
+        self._told = False
         self._me = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
         self._notifying = False
@@ -173,9 +174,13 @@ class PostgresStore:
         self._following = asyncio.Lock()
         self._queue = Queue(self._loop, self._wake_writer)
         await self._ensure(migrate)
-        self._writer = await self._connect()
-        self._reader = await self._connect(listen=True)
-        await self._read_clock()
+        try:
+            self._writer = await self._connect()
+            self._reader = await self._connect(listen=True)
+            await self._read_clock()
+        except BaseException:
+            await self._disconnect()
+            raise
         self._writing = self._loop.create_task(self._write_for_ever(), name="keiro writer")
 
     async def _ensure(self, upgrade: bool) -> None:
@@ -183,6 +188,7 @@ class PostgresStore:
         await asyncio.to_thread(migrate.ensure_postgres, self.url, mode=mode)
 
     async def _connect(self, *, listen: bool = False) -> Connection:
+        conn: Connection | None = None
         try:
             if not listen:
                 conn = await Connection.connect(self.url)
@@ -195,8 +201,12 @@ class PostgresStore:
             conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
             await conn.simple(f"LISTEN {CHANNEL}")
             return conn
-        except (ConnectionLost, StatementError) as error:
-            raise self._fault(error) from error
+        except BaseException as error:
+            if conn is not None:
+                await conn.close()  # nobody else knows of it, and the event loop would keep it for ever
+            if isinstance(error, ConnectionLost | StatementError):
+                raise self._fault(error) from error
+            raise
 
     async def close(self) -> None:
         """Commit what is queued and disconnect."""
@@ -207,6 +217,10 @@ class PostgresStore:
         await self._writing
         for task in self._background:
             task.cancel()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        self._closing = True
         for conn in (self._writer, self._reader, self._follower):
             if conn is not None:
                 await conn.close()
@@ -233,9 +247,15 @@ class PostgresStore:
 
     # Wakes between processes
 
+    async def _look_around(self) -> None:
+        self._told = False
+        alone = len(await self.workers()) <= 1
+        # Who joined behind our look has told so meanwhile.
+        self._alone = alone and not self._told
+
     def _heard(self, channel: str, payload: str) -> None:
         if payload != self._me:
-            self._alone = False
+            self._alone, self._told = False, True
             self.listener.woken()
 
     def _deaf(self, _: ConnectionLost) -> None:
@@ -295,8 +315,12 @@ class PostgresStore:
         while True:
             if self._queue.waiting:
                 await self._commit(self._queue.take())
-            elif self._jobs:
+            # After every batch, not after the last: under a steady load there always is another one, and a lease that
+            # is not renewed meanwhile ends.
+            if self._jobs:
                 await self._jobs.pop(0)()
+            elif self._queue.waiting:
+                continue
             elif self._closing:
                 return
             else:
@@ -536,8 +560,14 @@ class PostgresStore:
             self._writer = await self._connect()
         return self._writer
 
+    def _check_open(self) -> None:
+        # Connected again after the end, nobody would ever disconnect.
+        if self._closing:
+            raise StoreUnavailable("the engine is closed")
+
     async def _reader_now(self) -> Connection:
         if self._reader is None or self._reader.closed:
+            self._check_open()
             self._reader = await self._connect(listen=True)
             self._alone = False  # we may have missed who came
         return self._reader
@@ -632,6 +662,7 @@ class PostgresStore:
 
     async def _follower_now(self) -> Connection:
         if self._follower is None or self._follower.closed:
+            self._check_open()
             self._follower = await self._connect()
         return self._follower
 
@@ -725,8 +756,10 @@ class PostgresStore:
 
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker."""
+        # Anew: the clock this process carried on may have stood still while the machine slept.
+        await self._read_clock()
         key = await self._locked(lambda: self._sql.register(incarnation, None, self.now_ms()))
-        self._alone = len(await self.workers()) == 1
+        await self._look_around()
         if not self._alone:
             self._notify()  # the others learn that they are not alone any more
         return key
@@ -735,7 +768,7 @@ class PostgresStore:
         """Extend a lease."""
         await self._read_clock()
         renewed = await self._locked(lambda: self._sql.renew(worker_key, self.now_ms()))
-        self._alone = len(await self.workers()) == 1
+        await self._look_around()
         return renewed
 
     async def workers(self) -> list[WorkerRow]:
@@ -772,7 +805,7 @@ class PostgresStore:
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
         buried = await self._locked(lambda: self._sql.bury(worker))
-        self._alone = len(await self.workers()) <= 1
+        await self._look_around()
         return buried
 
     async def adopt_orphans(self) -> bool:

@@ -1,0 +1,62 @@
+"""What an engine logs, to the logger `keiro`: one sentence for each thing an operator should know."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+log: Final = logging.getLogger("keiro")
+
+SENTENCES: Final[dict[str, tuple[int, str]]] = {
+    "attempt_failed": (logging.WARNING, "step {step!r} of {run_id} failed at attempt {attempt}: {error}; {then}"),
+    "run_failed": (logging.ERROR, "{run_id} failed: {error}"),
+    "run_retried": (logging.WARNING, "{run_id} failed at attempt {attempt}: {error}; it is run again in {seconds:g} s"),
+    "run_resumed": (logging.INFO, "{run_id} goes on here, after {steps} recorded events"),
+    "never_awaited": (
+        logging.WARNING,
+        "the body of {run_id} called {steps} steps that it never awaited: they were not run. Await what run.step returns",
+    ),
+    "never_asked_for": (
+        logging.WARNING,
+        "{run_id} ended without asking for steps that are recorded: {steps}. Was a step renamed or removed, or does the "
+        "body depend on something that is no step?",
+    ),
+    "inputs_differ": (
+        logging.WARNING,
+        "step {step!r} of {run_id} was recorded with other inputs than it is called with now; what is recorded counts",
+    ),
+    "fence_lost": (logging.INFO, "{run_id} is driven by another worker now; it was stopped here"),
+    "already_ended": (logging.INFO, "{run_id} has {status} meanwhile; it was stopped here"),
+    "store_away": (logging.WARNING, "the store does not answer, the engine waits for it: {error}"),
+    "worker_fault": (logging.ERROR, "the worker met an unexpected fault and tries again: {error}"),
+    "loop_blocked": (
+        logging.WARNING,
+        "the event loop stood still for {seconds:.0f} s: a worker that cannot renew its lease for 30 s loses its runs. "
+        "Make what blocks a plain function, which runs in a thread",
+    ),
+    "lease_lost": (
+        logging.WARNING,
+        "this worker's lease was not renewed in time: its runs were stopped, others may take them; it begins again",
+    ),
+    "worker_buried": (logging.INFO, "worker {worker} (process {pid}) is gone: its runs are taken over"),
+    "strays_released": (logging.WARNING, "{runs} runs that were owned here and not driven are handed back"),
+    "unregistered_workflow": (
+        logging.WARNING,
+        "runs of workflow {workflow!r} wait here, and this engine does not have it: pass it in workflows=[...], or start "
+        "a worker that has it",
+    ),
+    "still_running": (logging.WARNING, "{runs} bodies refuse to be cancelled; nothing of theirs is recorded any more"),
+    "not_handed_back": (logging.WARNING, "runs could not be handed back, their lease ends by itself: {error}"),
+    "record_refused": (logging.ERROR, "a record of {run_id} is refused by a projection and sent again: {error}"),
+    "projection_mended": (logging.WARNING, "rows of projection {projection} differed from the journal and were mended"),
+    "projection_failed": (logging.ERROR, "projection {projection} cannot go on and tries again: {error}"),
+}
+
+
+def report(event: str, run_id: str, fields: dict[str, object]) -> None:
+    """Log what happened; `fields` are also the record's attribute `keiro`, with `event` and `run_id`."""
+    level, sentence = SENTENCES[event]
+    if log.isEnabledFor(level):
+        log.log(
+            level, sentence.format(run_id=run_id, **fields), extra={"keiro": {"event": event, "run_id": run_id, **fields}}
+        )
