@@ -259,8 +259,7 @@ class Engine:
             birth = self.store.submit(command)
             self._births.add(birth)
             birth.add_done_callback(self._born)
-            # Shielded: a caller that is cancelled takes nothing back, the run is born all the same.
-            outcome = await asyncio.shield(birth)
+            outcome = await birth
         else:
             outcome = await self._submit(command, connection)
         match outcome:
@@ -543,8 +542,6 @@ class Engine:
 
     def _born(self, birth: Future[Outcome]) -> None:
         self._births.discard(birth)
-        if not birth.cancelled():
-            birth.exception()  # told to who awaits it; one that was cancelled does not want to know
         self._freed()
 
     async def births_over(self) -> None:
