@@ -58,7 +58,8 @@ class _ToStandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told: dict[str, object] = getattr(record, "keiro", {})
-        if told.get("event") != "run_failed":  # the command ends with that, and says more
+        # The command ends with how its run failed, and it is no worker that ought to have every workflow.
+        if told.get("event") not in ("run_failed", "unregistered_workflow"):
             output.note(f"{record.levelname.lower()}: {self.format(record)}")
 
 

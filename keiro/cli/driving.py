@@ -21,7 +21,6 @@ from keiro.cli.progress import watch
 from keiro.definition import Workflow
 from keiro.engine import Engine
 from keiro.errors import InvalidCall, StoreBusy, StoreUnavailable
-from keiro.identity import check_key
 from keiro.rows import Run, Status
 from keiro.run import WorkflowRun, workflow_of
 
@@ -128,8 +127,6 @@ async def driven(
     SIGTERM and SIGINT raise `CancelledError`: steps under way are recorded, the run is handed back.
     """
     args, kwargs = arguments
-    if id is not None:
-        check_key(id)
     async with engine:
         since_ms = engine.wall_ms()
         signals = Signals(engine)

@@ -115,7 +115,7 @@ class Shell:
         return subprocess.Popen(
             [sys.executable, "-m", "keiro.cli", *arguments],
             cwd=self.folder,
-            env={**environment, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+            env={**environment, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "", **(env or {})},
             **options,
         )
 

@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from keiro.cli import driving
 from keiro.testing.postgres import PostgresServer
 from tests.cli.conftest import Shell, until
 
@@ -146,7 +147,7 @@ def test_a_second_signal_does_not_wait_for_the_step(keiro: Shell) -> None:
     while "stopping" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=driving.GRACE_S - 1)  # else it has waited for all of it
     assert (process.returncode, out, err) == (130, "", "interrupted: start the same command again to go on\n")
     assert keiro.json("show", "wf:held-a")["status"] == "pending"
     assert keiro.effects == ["work 0", "slow begins"]

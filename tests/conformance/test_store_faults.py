@@ -239,7 +239,9 @@ async def test_a_file_that_is_locked_for_a_moment_is_nobodys_error(
 ) -> None:
     async with sqlite_engine(tmp_path / "keiro.db") as (engine, _, reports):
         other = lock()
-        starting = [asyncio.create_task(engine.execute(chain, 3, id=str(n))) for n in range(4)]
+        starting = [asyncio.create_task(engine.execute(chain, 3, id="0"))]
+        await asyncio.sleep(0.02)  # one batch, then another
+        starting += [asyncio.create_task(engine.execute(chain, 3, id=str(n))) for n in range(1, 4)]
         await asyncio.sleep(0.02)
         assert not any(task.done() for task in starting)
         other.execute("ROLLBACK")
@@ -429,6 +431,7 @@ async def test_a_connection_that_listens_and_reads_is_replaced(
     """Field reports hull#273, Hangfire.PostgreSql#410: deaf after that, it would find new work at its next look only,
     and here it looks but once an hour."""
     monkeypatch.setattr("keiro.worker.SAFETY_POLL_S", 3600.0)
+    monkeypatch.setattr("keiro.worker.RENEW_MS", 3_600_000)
     both = postgres_engine(postgres_url), postgres_engine(postgres_url, worker=False)
     async with both[0] as (engine, store, _), both[1] as (client, _, _):
         assert await (await client.start(fine)).result(30) == "x"
