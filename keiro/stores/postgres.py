@@ -50,6 +50,9 @@ FEW: Final = 4
 """Up to so many commands, statements without arrays in one round trip cost less than one with arrays."""
 CHANNEL: Final = "keiro"
 _BEGIN: Final = (("BEGIN", ()), ("SELECT pg_advisory_xact_lock($1)", (LOCK_KEY,)))
+# Whatever the default of the database or the role. Under a stricter isolation the look after the lock would still see
+# what was before it, and a mere read could be refused for what others write.
+_READ_COMMITTED: Final = "SET default_transaction_isolation = 'read committed'"
 _NOW: Final = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 
 _LOCK: Final = f"l AS MATERIALIZED (SELECT pg_advisory_xact_lock({LOCK_KEY}))"
@@ -193,13 +196,10 @@ class PostgresStore:
             if not listen:
                 conn = await Connection.connect(self.url)
                 # Arrays of any length take the same plan; planning these statements costs more than running them.
-                # Under a stricter isolation the look after the lock would still see what was before it.
-                await conn.simple(
-                    "SET plan_cache_mode = force_generic_plan; SET default_transaction_isolation = 'read committed'"
-                )
+                await conn.simple(f"SET plan_cache_mode = force_generic_plan; {_READ_COMMITTED}")
                 return conn
             conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
-            await conn.simple(f"LISTEN {CHANNEL}")
+            await conn.simple(f"{_READ_COMMITTED}; LISTEN {CHANNEL}")
             return conn
         except BaseException as error:
             if conn is not None:

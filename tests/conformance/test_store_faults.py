@@ -538,13 +538,16 @@ async def test_settings_of_the_database_change_nothing(postgres_url: str, settin
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         connection.execute(f"ALTER DATABASE {name} SET {setting}".encode())
     try:
-        async with postgres_engine(postgres_url) as (one, _, _), postgres_engine(postgres_url) as (two, _, reports):
+        async with postgres_engine(postgres_url) as (one, store, _), postgres_engine(postgres_url) as (two, _, reports):
             pairs = [(one, two)[n % 2].execute(chain, 5, id=str(n)) for n in range(10)]
             assert await asyncio.gather(*pairs) == [5] * 10
             both = [engine.start(fine, id="the same 文") for engine in (one, two, one, two)]
             handles = await asyncio.gather(*both)
             assert {await handle.result(30) for handle in handles} == {"x"}
             assert len(await two.runs()) == 11
+            for connection in (store._writer, store._reader, await store._follower_now()):
+                assert connection is not None
+                assert (await connection.execute("SHOW transaction_isolation", ())).rows == [("read committed",)]
             assert [event for event, _ in reports.seen if event != "worker_buried"] == []
         await intact(postgres_url, 10)
     finally:
