@@ -7,8 +7,10 @@ decisions.
 from __future__ import annotations
 
 import asyncio
+import threading
 from asyncio import Future
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,6 +45,7 @@ class Database:
     """What a SQL store has in its file or server: engines of one process that name the same one share it."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()  # engines in the event loops of several threads may share it
         self.runs: dict[str, Run] = {}
         self.pending: set[int] = set()
         self.ids: dict[int, str] = {}
@@ -80,9 +83,7 @@ class MemoryRunTables:
         self._db = db
         self.snapshots: SnapshotTable = db.snapshots
 
-    def read(
-        self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None
-    ) -> Sequence[Stored]:
+    def read(self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None) -> Sequence[Stored]:
         """The events of a run by version."""
         run = self._db.runs.get(run_id)
         rows = [] if run is None else self._db.by_run[run.run_key][gt or 0 : lte]
@@ -131,14 +132,15 @@ class MemoryStore:
     def _flush(self) -> None:
         changed: list[Run] = []
         settled: list[tuple[Pending, Outcome]] = []
-        for pending in self._queue.take():
-            decision = decide(pending.command, self._load(pending.command))
-            try:
-                outcome = self._write(decision, changed) if decision.events else decision.outcome
-            except ProjectionFailed as error:
-                pending.fail(error)
-                continue
-            settled.append((pending, outcome))
+        with self._db.lock:
+            for pending in self._queue.take():
+                decision = decide(pending.command, self._load(pending.command))
+                try:
+                    outcome = self._write(decision, changed) if decision.events else decision.outcome
+                except ProjectionFailed as error:
+                    pending.fail(error)
+                    continue
+                settled.append((pending, outcome))
         for pending, outcome in settled:
             pending.settle(outcome)
         if settled:
@@ -166,9 +168,10 @@ class MemoryStore:
 
     def _publish(self, changed: list[Run]) -> None:
         self.listener.committed(changed)
-        for other in self._db.open_stores:
+        for other in list(self._db.open_stores):
             if other is not self:
-                other._loop.call_soon_threadsafe(other.listener.woken)
+                with suppress(RuntimeError):  # its event loop ended before its engine was closed: nobody listens
+                    other._loop.call_soon_threadsafe(other.listener.woken)
 
     def _load(self, command: Command) -> Loaded | None:
         run = self._runs.get(command.run_id)
@@ -258,20 +261,21 @@ class MemoryStore:
 
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker."""
-        self._db.last_worker += 1
-        key = self._db.last_worker
-        now = self.now_ms()
-        self._workers[key] = WorkerRow(
-            key,
-            incarnation.worker_id,
-            incarnation.host,
-            incarnation.pid,
-            incarnation.process_started,
-            None,
-            now,
-            now + LEASE_MS,
-        )
-        return key
+        with self._db.lock:
+            self._db.last_worker += 1
+            key = self._db.last_worker
+            now = self.now_ms()
+            self._workers[key] = WorkerRow(
+                key,
+                incarnation.worker_id,
+                incarnation.host,
+                incarnation.pid,
+                incarnation.process_started,
+                None,
+                now,
+                now + LEASE_MS,
+            )
+            return key
 
     async def renew(self, worker_key: int) -> bool:
         """Extend a lease."""
@@ -287,69 +291,74 @@ class MemoryStore:
 
     async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
         """Take pending runs."""
-        now = self.now_ms()
-        taken: list[tuple[Run, Head]] = []
-        if worker_key not in self._workers:
+        with self._db.lock:
+            now = self.now_ms()
+            taken: list[tuple[Run, Head]] = []
+            if worker_key not in self._workers:
+                return taken
+            for run in self._db.pending_runs():
+                if run.workflow not in workflows:
+                    continue
+                if run.next_attempt_at_ms is not None and run.next_attempt_at_ms > now:
+                    continue
+                if len(taken) == limit:
+                    break
+                run = replace(
+                    run,
+                    status=Status.RUNNING,
+                    started_at_ms=now if run.started_at_ms is None else run.started_at_ms,
+                    next_attempt_at_ms=None,
+                )
+                head = self._heads[run.run_key]
+                head = self._heads[run.run_key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
+                self._db.keep(run)
+                taken.append((run, replace(head)))
             return taken
-        for run in self._db.pending_runs():
-            if run.workflow not in workflows:
-                continue
-            if run.next_attempt_at_ms is not None and run.next_attempt_at_ms > now:
-                continue
-            if len(taken) == limit:
-                break
-            run = replace(
-                run,
-                status=Status.RUNNING,
-                started_at_ms=now if run.started_at_ms is None else run.started_at_ms,
-                next_attempt_at_ms=None,
-            )
-            head = self._heads[run.run_key]
-            head = self._heads[run.run_key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
-            self._db.keep(run)
-            taken.append((run, replace(head)))
-        return taken
 
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
-        return min(
-            (
-                run.next_attempt_at_ms
-                for run in self._db.pending_runs()
-                if run.workflow in workflows and run.next_attempt_at_ms is not None
-            ),
-            default=None,
-        )
+        with self._db.lock:
+            return min(
+                (
+                    run.next_attempt_at_ms
+                    for run in self._db.pending_runs()
+                    if run.workflow in workflows and run.next_attempt_at_ms is not None
+                ),
+                default=None,
+            )
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
         """Workflows with pending runs that are not among these."""
-        return sorted(
-            {run.workflow for run in self._db.pending_runs() if run.workflow not in workflows}
-        )
+        with self._db.lock:
+            return sorted({run.workflow for run in self._db.pending_runs() if run.workflow not in workflows})
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""
-        self._disown([key for key in run_keys if self._heads[key].owner == worker_key])
+        with self._db.lock:
+            self._disown([key for key in run_keys if self._heads[key].owner == worker_key])
 
     async def owned(self, worker_key: int) -> list[int]:
         """What a worker owns."""
-        return [key for key, head in self._heads.items() if head.owner == worker_key]
+        with self._db.lock:
+            return [key for key, head in self._heads.items() if head.owner == worker_key]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
-        if self._workers.get(worker.worker_key) != worker:
-            return False
-        del self._workers[worker.worker_key]
-        self._disown([key for key, head in self._heads.items() if head.owner == worker.worker_key])
-        return True
+        with self._db.lock:
+            if self._workers.get(worker.worker_key) != worker:
+                return False
+            del self._workers[worker.worker_key]
+            self._disown([key for key, head in self._heads.items() if head.owner == worker.worker_key])
+            return True
 
     async def adopt_orphans(self) -> bool:
         """Make pending what is owned by no listed worker."""
-        keys = [
-            key for key, head in self._heads.items() if head.owner is not None and head.owner not in self._workers
-        ]
-        self._disown(keys)
-        return bool(keys)
+        with self._db.lock:
+            keys = [
+                key for key, head in self._heads.items() if head.owner is not None and head.owner not in self._workers
+            ]
+            self._disown(keys)
+            return bool(keys)
 
     def _disown(self, keys: Sequence[int]) -> None:
         changed: list[Run] = []
@@ -377,7 +386,9 @@ class MemoryKept:
         self._inline = [self._rows[model.name] for model in models if model.mode == "inline"]
 
     def project(self, appended: Sequence[Stored]) -> None:
-        """Fold events that are about to be appended onto the inline rows. Raises `ProjectionFailed`, with none changed."""
+        """Fold events that are about to be appended onto the inline rows. Raises `ProjectionFailed`, with none
+        changed.
+        """
         until = appended[-1].position
         planned = []
         for rows in self._inline:

@@ -19,11 +19,14 @@ class WakeSocket:
         self._woken = woken
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address: str | None = None
         self._peers: list[tuple[str, int]] = []
         self._scheduled = False
-        loop.add_reader(self._socket, self._receive)
+        # Where there is no such address, all others find out what happens here by their slow look.
+        with suppress(OSError):
+            self._socket.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+            loop.add_reader(self._socket, self._receive)
 
     def peers(self, workers: Sequence[tuple[int, str | None]]) -> None:
         """Whom to wake: addresses as the workers table has them."""
