@@ -1,8 +1,8 @@
 """What each command does, given the loaded state: pure functions, the only place these rules are written.
 
 A command is data. A decision is its outcome together with the events and rows to write; stores write them and decide
-nothing. The same functions run under the store's lock and, ahead of it, on what the owner of a run holds in memory: there
-the store only checks that the memory was current.
+nothing. The same functions run under the store's lock and, ahead of it, on what the owner of a run holds in memory:
+there the store only checks that the memory was current.
 """
 
 from __future__ import annotations
@@ -132,14 +132,7 @@ class UnknownRun(msgspec.Struct, frozen=True):
 
 
 Outcome: TypeAlias = (
-    Appended
-    | AlreadyPresent
-    | Existing
-    | InputDiffers
-    | RefusedTerminal
-    | FenceLost
-    | VersionConflict
-    | UnknownRun
+    Appended | AlreadyPresent | Existing | InputDiffers | RefusedTerminal | FenceLost | VersionConflict | UnknownRun
 )
 
 

@@ -114,10 +114,10 @@ class Driver:
 
     __slots__ = (
         "__weakref__",
-        "_history",
-        "_ids",
         "_begun",
         "_called",
+        "_history",
+        "_ids",
         "_in_flight",
         "_instance",
         "_known",
@@ -182,7 +182,9 @@ class Driver:
             args, kwargs = self.workflow.input.decode(self.run.input_json.encode())
             result = await self.workflow.body(instance, *args, **kwargs)
             self._check_replayed()
-            payload = codec.encode(result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit)
+            payload = codec.encode(
+                result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit
+            )
             # A result that nobody could read would make the run completed, and every look at it an error.
             self.workflow.decode_result(payload)
             event: Event = WorkflowCompleted(result=Raw(payload))
@@ -608,7 +610,8 @@ class Info(msgspec.Struct, frozen=True):
 
 class Recorded(msgspec.Struct, gc=False):
     """What the journal says about a step, as far as a replay asks: decoded straight from StepRecorded, without the
-    event around it, then told when it was recorded and at which version of the run. `failed` is set instead of a result.
+    event around it, then told when it was recorded and at which version of the run. `failed` is set instead of a
+    result.
     """
 
     step: str

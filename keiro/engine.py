@@ -36,7 +36,7 @@ from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotF
 from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, describe, revive, summary
 from keiro.follower import ProjectionStatus
-from keiro.identity import check_key, check_workflow_name, parse_run_id, run_id
+from keiro.identity import check_command_id, check_key, check_workflow_name, parse_run_id, run_id
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
@@ -69,8 +69,8 @@ class Engine:
     Leaving gives steps under way `grace` seconds to end and hands all other runs back.
 
     `durability="normal"` (SQLite only) acknowledges before the disk has flushed: a power cut may take the newest
-    commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is called
-    with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
+    commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is
+    called with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
 
     `projections` are read models of your own, classes or instances of `keiro.Projection`. Their tables are created
     where the schema is migrated, else they must be there.
@@ -296,8 +296,8 @@ class Engine:
         `transaction.connection` is the connection, for the body's own SQL and for the engine's methods, and
         `transaction.on_commit(callback)` calls back after the commit. What the body raises rolls everything back,
         rows of projections in memory included. A conflict with another transaction (busy, 40001, 40P01, 55P03) runs the
-        body again, with growing pauses, and at last raises `StoreBusy`. Called within a body, on its connection, it is a
-        savepoint. On SQLite the write lock is taken at the beginning.
+        body again, with growing pauses, and at last raises `StoreBusy`. Called within a body, on its connection, it
+        is a savepoint. On SQLite the write lock is taken at the beginning.
         """
         self._opened()
         return await self._transactions.transact(body, connection)
@@ -307,17 +307,21 @@ class Engine:
     ) -> int:
         """Send a command to the aggregate of a run: `await engine.command("wf:basket-7", Basket.add, "sku-1")`.
 
-        The method runs on the aggregate as it is now; on return its events are in the run's journal. Returns the version
-        of the last one. With `id`, the same command sent twice is recorded once. What the method raises rejects the
-        command: nothing is recorded. `connection` is as for `start`. Raises `RunNotFound`, `RunEnded`.
+        The method runs on the aggregate as it is now; on return its events are in the run's journal. Returns the
+        version of the last one. With `id`, the same command sent twice is recorded once. What the method raises rejects
+        the command: nothing is recorded. `connection` is as for `start`. Raises `RunNotFound`, `RunEnded`.
         """
         self._opened()
         journal = self.store if connection is None else self._transactions.joined(connection)
         own = parse_run_id(run_id)
         aggregate = self.mapper.aggregate(own.workflow)
         if aggregate is None:
-            raise InvalidCall(f"{own.workflow!r} has no aggregate class in this process: register the class with the engine")
-        event_id = uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:command:{run_id}:{id}").bytes if id is not None else None
+            raise InvalidCall(
+                f"{own.workflow!r} has no aggregate class in this process: register the class with the engine"
+            )
+        event_id = None
+        if id is not None:
+            event_id = uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:command:{run_id}:{check_command_id(id)}").bytes
         while True:
             found = await journal.head(run_id)
             if found is None:
@@ -398,9 +402,7 @@ class Engine:
         self._opened()
         return await self._read_models.status()
 
-    async def caught_up(
-        self, projection: Projection | type[Projection] | str, /, timeout: float | None = None
-    ) -> None:
+    async def caught_up(self, projection: Projection | type[Projection] | str, /, timeout: float | None = None) -> None:
         """Return once a following projection has everything that was in the journal at the call; at once for others.
 
         Raises `ProjectionFailed` while a fold of it fails, `TimeoutError` after `timeout` seconds.
@@ -508,9 +510,7 @@ class Engine:
                 self._look_again = False
                 # A sealed run may be driven to its end elsewhere while its body here still refuses to stop.
                 names = [
-                    name
-                    for name in self._waiting
-                    if (driver := self._resident.get(name)) is None or driver.sealed
+                    name for name in self._waiting if (driver := self._resident.get(name)) is None or driver.sealed
                 ]
                 for at in range(0, len(names), 500):
                     self.committed(await self.store.ended(names[at : at + 500]))

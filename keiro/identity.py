@@ -22,6 +22,7 @@ _sha1: Final = partial(hashlib.sha1, usedforsecurity=False)
 _FREE: Final = ~((0xF << 76) | (0x3 << 62)) & ((1 << 128) - 1)
 _VERSION_5: Final = (0x5 << 76) | (0x2 << 62)
 _FORBIDDEN: Final = re.compile(r"[:#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _FORBIDDEN_IN_STEP: Final = re.compile(r"[:#/\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -53,7 +54,9 @@ def check_key(key: str) -> str:
             "(no ':' or '#', no control characters, no lone surrogates)"
         )
     if len(key.encode()) > MAX_KEY_BYTES:
-        raise InvalidName(f"the id of a run has at most {MAX_KEY_BYTES} bytes of UTF-8, this one has {len(key.encode())}")
+        raise InvalidName(
+            f"the id of a run has at most {MAX_KEY_BYTES} bytes of UTF-8, this one has {len(key.encode())}"
+        )
     return key
 
 
@@ -71,6 +74,13 @@ def check_step_name(name: str) -> str:
     if len(name.encode()) > MAX_STEP_BYTES:
         raise InvalidName(f"a step name has at most {MAX_STEP_BYTES} bytes of UTF-8, this one has {len(name.encode())}")
     return name
+
+
+def check_command_id(text: str) -> str:
+    """Return `text` if it may identify a command, else raise `InvalidName`."""
+    if not isinstance(text, str) or not text or _SURROGATE.search(text):
+        raise InvalidName(f"{text!r} cannot be the id of a command: it is a non-empty string without lone surrogates")
+    return text
 
 
 def run_id(workflow: str, key: str, round: int = 0) -> str:

@@ -14,12 +14,13 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "run_resumed": (logging.INFO, "{run_id} goes on here, after {steps} recorded events"),
     "never_awaited": (
         logging.WARNING,
-        "the body of {run_id} called {steps} steps that it never awaited: they were not run. Await what run.step returns",
+        "the body of {run_id} called {steps} steps that it never awaited: they were not run. Await what run.step "
+        "returns",
     ),
     "never_asked_for": (
         logging.WARNING,
-        "{run_id} ended without asking for steps that are recorded: {steps}. Was a step renamed or removed, or does the "
-        "body depend on something that is no step?",
+        "{run_id} ended without asking for steps that are recorded: {steps}. Was a step renamed or removed, or does "
+        "the body depend on something that is no step?",
     ),
     "inputs_differ": (
         logging.WARNING,
@@ -42,8 +43,8 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "strays_released": (logging.WARNING, "{runs} runs that were owned here and not driven are handed back"),
     "unregistered_workflow": (
         logging.WARNING,
-        "runs of workflow {workflow!r} wait here, and this engine does not have it: pass it in workflows=[...], or start "
-        "a worker that has it",
+        "runs of workflow {workflow!r} wait here, and this engine does not have it: pass it in workflows=[...], or "
+        "start a worker that has it",
     ),
     "still_running": (logging.WARNING, "{runs} bodies refuse to be cancelled; nothing of theirs is recorded any more"),
     "not_handed_back": (logging.WARNING, "runs could not be handed back, their lease ends by itself: {error}"),
@@ -58,5 +59,7 @@ def report(event: str, run_id: str, fields: dict[str, object]) -> None:
     level, sentence = SENTENCES[event]
     if log.isEnabledFor(level):
         log.log(
-            level, sentence.format(run_id=run_id, **fields), extra={"keiro": {"event": event, "run_id": run_id, **fields}}
+            level,
+            sentence.format(run_id=run_id, **fields),
+            extra={"keiro": {"event": event, "run_id": run_id, **fields}},
         )

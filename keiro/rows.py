@@ -1,7 +1,7 @@
 """The two rows every run has: its operational row and its head.
 
-`Run` is the row of `keiro_runs`, a fold of the run's events. `Head` is the row of `keiro_run_heads`: the only one a step
-touches, and what every append of an owner is fenced by.
+`Run` is the row of `keiro_runs`, a fold of the run's events. `Head` is the row of `keiro_run_heads`: the only one a
+step touches, and what every append of an owner is fenced by.
 """
 
 from __future__ import annotations

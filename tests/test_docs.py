@@ -29,6 +29,11 @@ def test_a_program_of_the_guide_runs(heading: str, program: str, tmp_path: Path)
     script = tmp_path / "program.py"
     script.write_text(program)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import string
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_every_sentence_can_be_said() -> None:
     for event, (_, sentence) in SENTENCES.items():
         names = {name for _, name, _, _ in string.Formatter().parse(sentence) if name} - {"run_id"}
-        report(event, "wf:a-b", {name: 1 for name in names})
+        report(event, "wf:a-b", dict.fromkeys(names, 1))
 
 
 async def test_failed_attempts_and_failed_runs_are_logged(
@@ -42,7 +41,9 @@ async def test_failed_attempts_and_failed_runs_are_logged(
             with pytest.raises(keiro.WorkflowFailed, match="failed: ConnectionError: no answer"):
                 await engine.execute(doomed, id="a")
     assert told(caplog) == ["attempt_failed", "attempt_failed", "run_failed"]
-    assert "step 'broken' of wf:doomed-a failed at attempt 1: ConnectionError: no answer; it is tried again" in caplog.text
+    assert (
+        "step 'broken' of wf:doomed-a failed at attempt 1: ConnectionError: no answer; it is tried again" in caplog.text
+    )
 
 
 async def test_a_timeout_names_its_step(make_engine: MakeEngine) -> None:
@@ -54,7 +55,7 @@ async def test_a_timeout_names_its_step(make_engine: MakeEngine) -> None:
         await run.step(slow, timeout=0.01)
 
     async with make_engine(limited) as engine:
-        with pytest.raises(keiro.WorkflowFailed, match="step 'slow' took longer than its timeout of 0.01 s"):
+        with pytest.raises(keiro.WorkflowFailed, match=r"step 'slow' took longer than its timeout of 0\.01 s"):
             await engine.execute(limited, id="a")
 
 

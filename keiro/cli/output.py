@@ -23,6 +23,7 @@ from keiro.decisions import Stored
 from keiro.failures import Failure, describe
 from keiro.projections.steps import StepRow
 from keiro.rows import PAYLOAD_COLUMNS, Run
+from keiro.stores import shown as shown_url
 
 _STYLES: Final = {"failed": "red", "cancelled": "yellow", "completed": "green", "succeeded": "green"}
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -195,7 +196,7 @@ def summary(found: Summary, run_id: str, url: str) -> None:
     text.append(f"sha256 over all: {found.digest}")
     lines(text)
     if not url.startswith("memory:"):
-        note(f"see the steps with: keiro show {run_id} --url {url}")
+        note(f"see the steps with: keiro show {run_id} --url {shown_url(url)}")
 
 
 # Parts

@@ -19,9 +19,7 @@ class RunTables(Protocol):
 
     snapshots: SnapshotTable
 
-    def read(
-        self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None
-    ) -> Sequence[Stored]:
+    def read(self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None) -> Sequence[Stored]:
         """The events of a run by version."""
 
     def close(self) -> None:
@@ -29,10 +27,15 @@ class RunTables(Protocol):
 
 
 class SqlRunTables:
-    """Runs and snapshots in a SQL database. `connect` gives an autocommitting connection: how to execute, how to close."""
+    """Runs and snapshots in a SQL database. `connect` gives an autocommitting connection: how to execute, how to
+    close.
+    """
 
     def __init__(
-        self, sql: Sql, connect: Callable[[], tuple[Execute, Callable[[], None]]], fault: Callable[[Exception], Exception]
+        self,
+        sql: Sql,
+        connect: Callable[[], tuple[Execute, Callable[[], None]]],
+        fault: Callable[[Exception], Exception],
     ) -> None:
         self._sql = sql
         self._connect = connect
@@ -41,13 +44,13 @@ class SqlRunTables:
         self._open: tuple[Execute, Callable[[], None]] | None = None
         self.snapshots: SnapshotTable = self
 
-    def read(
-        self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None
-    ) -> Sequence[Stored]:
+    def read(self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None) -> Sequence[Stored]:
         """The events of a run by version."""
         order = "DESC" if desc else "ASC"
         values = (run_id, 0 if gt is None else gt, _TOP if lte is None else lte, _TOP if limit is None else limit)
-        return [self._sql.to_stored(row) for row in self._execute(self._sql.text.run_events + order + " LIMIT ?", values)]
+        return [
+            self._sql.to_stored(row) for row in self._execute(self._sql.text.run_events + order + " LIMIT ?", values)
+        ]
 
     def select(
         self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None

@@ -1,8 +1,8 @@
 """The store in a Postgres database, shared by any number of processes and machines.
 
 One batching writer per process: everything queued while a batch commits forms the next batch, and a batch is one
-statement. It takes the store's one advisory lock, so positions are committed in order, and fences each run by an UPDATE:
-a SELECT in the same statement would read the snapshot taken before the lock was granted.
+statement. It takes the store's one advisory lock, so positions are committed in order, and fences each run by an
+UPDATE: a SELECT in the same statement would read the snapshot taken before the lock was granted.
 """
 
 from __future__ import annotations
@@ -544,9 +544,7 @@ class PostgresStore:
                 return True
         for pending, (outcome, _) in settled:
             pending.settle(outcome)
-        self._published(
-            [d.run for _, (_, d) in settled if d.run is not None and d.run is not d.before]
-        )
+        self._published([d.run for _, (_, d) in settled if d.run is not None and d.run is not d.before])
         return True
 
     async def _roll_back(self) -> None:

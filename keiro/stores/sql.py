@@ -1,8 +1,8 @@
 """The store's transactions as SQL programs, written once for every SQL dialect and driver.
 
 A program is a generator that yields lists of statements and is sent the rows of each; whoever drives it (blocking
-sqlite3, asynchronous libpq, a caller's connection) owns the transaction. Placeholders are `?`; the drivers rewrite them.
-A program runs under the journal lock where it writes.
+sqlite3, asynchronous libpq, a caller's connection) owns the transaction. Placeholders are `?`; the drivers rewrite
+them. A program runs under the journal lock where it writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ MUTABLE: Final = (
     "cancel_requested_at_ms",
 )
 _INTEGERS: Final = frozenset(
-    i for i, name in enumerate(RUN_COLUMNS) if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
+    i
+    for i, name in enumerate(RUN_COLUMNS)
+    if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
 )
 _STATUSES: Final = frozenset(Status)
 _SEALED: Final = frozenset(i for i, name in enumerate(RUN_COLUMNS) if name in PAYLOAD_COLUMNS)
@@ -64,9 +66,7 @@ class Tables:
         self.update_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = ?"
         # The fence, the version and the proof that the owner's memory is current, in one statement.
         self.advance = f"UPDATE {heads} SET version = ? WHERE run_key = ? AND version = ? AND owner = ? AND epoch = ?"
-        self.advance_and_release = (
-            f"UPDATE {heads} SET version = ?, owner = NULL WHERE run_key = ? AND version = ? AND owner = ? AND epoch = ?"
-        )
+        self.advance_and_release = self.advance.replace("version = ?", "version = ?, owner = NULL", 1)
         self.insert_event = (
             f"INSERT INTO {journal} (run_key, version, event_id, topic, payload, recorded_at_ms)"
             " VALUES (?, ?, ?, ?, ?, ?)"
@@ -89,11 +89,13 @@ class Tables:
         )
         self.snapshots = (
             f"SELECT originator_id, originator_version, topic, state FROM {snapshots}"
-            " WHERE originator_id = ? AND originator_version > ? AND originator_version <= ? ORDER BY originator_version "
+            " WHERE originator_id = ? AND originator_version > ? AND originator_version <= ?"
+            " ORDER BY originator_version "
         )
         self.put_snapshot = (
             f"INSERT INTO {snapshots} (originator_id, originator_version, topic, state) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (originator_id, originator_version) DO UPDATE SET topic = excluded.topic, state = excluded.state"
+            " ON CONFLICT (originator_id, originator_version)"
+            " DO UPDATE SET topic = excluded.topic, state = excluded.state"
         )
         self.overtaken = (
             f"SELECT 1 FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
@@ -106,7 +108,8 @@ class Tables:
         self.history = f"SELECT {stored} FROM {journal} j WHERE j.run_key = ? AND j.version > ? ORDER BY j.version"
         self.list_runs = f"SELECT {run} FROM {runs} r WHERE r.run_key < ?{{filters}} ORDER BY r.run_key DESC LIMIT ?"
         self.insert_worker = (
-            f"INSERT INTO {workers} (worker_id, host, pid, process_started, address, started_at_ms, lease_expires_at_ms)"
+            f"INSERT INTO {workers}"
+            " (worker_id, host, pid, process_started, address, started_at_ms, lease_expires_at_ms)"
             " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING worker_key"
         )
         self.renew = f"UPDATE {workers} SET lease_expires_at_ms = ? WHERE worker_key = ? RETURNING worker_key"

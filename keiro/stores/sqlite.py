@@ -1,6 +1,7 @@
 """The store in one SQLite file, shared by any number of processes on a host.
 
-Commits run on the event-loop thread, one transaction per loop tick: a hop to a thread would cost more than the commit and
+Commits run on the event-loop thread, one transaction per loop tick: a hop to a thread would cost more than the commit
+and
 could starve behind a busy loop. When another process holds the write lock the flush is scheduled again; the loop never
 blocks on it.
 """
@@ -198,10 +199,16 @@ class SQLiteStore:
         if now - self._busy_since > BUSY_LIMIT_S:
             self._busy_since = None
             for pending in batch:
-                pending.fail(_caused(StoreBusy(
-                    f"{self.path} was locked by another connection for {BUSY_LIMIT_S:g} s; nothing was written. Find "
-                    "what holds a write transaction open, then try again; inside one, pass its connection="
-                ), error))
+                pending.fail(
+                    _caused(
+                        StoreBusy(
+                            f"{self.path} was locked by another connection for {BUSY_LIMIT_S:g} s; nothing was "
+                            "written. Find "
+                            "what holds a write transaction open, then try again; inside one, pass its connection="
+                        ),
+                        error,
+                    )
+                )
             return
         self._queue.front(batch)
         self._queue.hold()

@@ -1,7 +1,7 @@
 """Crash points: a process that kills itself, as `kill -9` would, at a chosen boundary of its writes.
 
-Every statement of a writing transaction is a boundary (before it is executed), and so is the moment after a commit, when
-nobody has been told yet. Counting from 1 upwards until the program survives visits every one of them.
+Every statement of a writing transaction is a boundary (before it is executed), and so is the moment after a commit,
+when nobody has been told yet. Counting from 1 upwards until the program survives visits every one of them.
 """
 
 from __future__ import annotations

@@ -402,6 +402,51 @@ def test_definitions_that_could_not_work_are_refused() -> None:
             wrong()  # type: ignore[no-untyped-call]
 
 
+class Basket(keiro.WorkflowRun, name="conformance.basket"):
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    @keiro.event("Put")
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+
+    @keiro.event("Named")
+    def name(self, text: str) -> None:
+        self.items.append(text)
+
+    async def settle(self) -> None: ...
+
+    async def execute(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_command_that_cannot_be_recorded_is_refused(make_engine: MakeEngine) -> None:
+    async with make_engine(Basket, fine, grace=0.0) as engine:
+        run_id = (await engine.start(Basket, id="a")).run_id
+        for value, path, problem in UNSTORABLE:
+            with pytest.raises(PayloadRejected) as refused:
+                await engine.command(run_id, Basket.put, value)
+            assert problem.replace(",002", ",011") in str(refused.value)
+            assert path in refused.value.path.replace("$.item", "$")
+        for arguments, kind, wrong in (
+            ((Basket.name, 3), PayloadRejected, "text does not fit its annotation"),
+            ((Basket.name,), InvalidCall, "missing a required argument: 'text'"),
+            ((Basket.name, "a", "b"), InvalidCall, "too many positional arguments"),
+            ((print,), InvalidCall, "is not a command of Basket"),
+            (("put",), InvalidCall, "'put' is not a command of Basket"),
+            ((None,), InvalidCall, "None is not a command of Basket"),
+            ((Basket.settle,), InvalidCall, "is async: a command is a plain method"),
+        ):
+            with pytest.raises(kind, match=wrong):
+                await engine.command(run_id, *arguments)
+        for hostile in ("", "\ud800", 3, b"x"):
+            with pytest.raises(InvalidName, match="cannot be the id of a command"):
+                await engine.command(run_id, Basket.put, 1, id=hostile)  # type: ignore[arg-type]
+        assert await journal(engine) == ["WorkflowStarted"]
+        assert await engine.command(run_id, Basket.put, 1, id="click:1") == 2
+        await goes_on(engine)
+
+
 # Where `run` may be used
 
 

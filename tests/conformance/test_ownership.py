@@ -94,9 +94,7 @@ async def test_e_12_an_append_of_a_former_owner_is_refused(make_engine: MakeEngi
         run, head = found
         recorded = [row for row in (await engine.store.history([run.run_key]))[run.run_key] if row.version == 2]
         event = new(StepRecorded(step="note", result=Raw(b"1")), recorded[0].event_id)
-        stale = Append(
-            run.run_id, (event,), engine.wall_ms(), run.run_key, head.owner, head.epoch - 1, head.version
-        )
+        stale = Append(run.run_id, (event,), engine.wall_ms(), run.run_key, head.owner, head.epoch - 1, head.version)
         assert await engine.store.submit(stale) == FenceLost()
         foreign = Append(run.run_id, (event,), engine.wall_ms(), run.run_key, 987654, head.epoch, head.version)
         assert await engine.store.submit(foreign) == FenceLost()

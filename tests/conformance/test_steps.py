@@ -156,8 +156,8 @@ async def test_gather_task_group_map_and_scope_replay_by_name(make_engine: MakeE
         handle = await engine.start(fan_out, id="a")
         assert await handle.result() == [[0, 1, 2], [0, 1, 2], [20, 40]]
         assert sorted(await step_names(handle)) == sorted(
-            "slow_first slow_first#2 slow_first#3 task-0 task-1 task-2".split()
-            + "one-0/note one-0/note#2 one-1/note one-1/note#2".split()
+            "slow_first slow_first#2 slow_first#3 task-0 task-1 task-2".split()  # noqa: SIM905
+            + "one-0/note one-0/note#2 one-1/note one-1/note#2".split()  # noqa: SIM905
         )
         count = len(calls)
         ended = await replay(engine, handle, fan_out)
@@ -248,9 +248,7 @@ async def test_f35_equal_keys_of_two_workflows_are_two_runs(make_engine: MakeEng
         return int(await run.step(note, first * 100))
 
     async with make_engine(three_steps, other) as engine:
-        results = await asyncio.gather(
-            engine.execute(three_steps, 1, id="same"), engine.execute(other, 1, id="same")
-        )
+        results = await asyncio.gather(engine.execute(three_steps, 1, id="same"), engine.execute(other, 1, id="same"))
         assert results == [[1, 2, 3], 100]
 
 

@@ -1,4 +1,4 @@
-"""A worker process of the crash tests: `python -m tests.crash.worker URL FOLDER`, until it is killed or told to stop."""
+"""A worker process of the crash tests: `python -m tests.crash.worker URL FOLDER`, until killed or told to stop."""
 
 from __future__ import annotations
 

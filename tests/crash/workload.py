@@ -106,9 +106,7 @@ async def recorded(engine: keiro.Engine) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for run in await engine.runs(limit=10_000):
         rows = (await engine.store.history([run.run_key]))[run.run_key]
-        found[run.run_id] = {
-            name for name, one in history_of(run.run_id, rows).items() if one.failed is None
-        }
+        found[run.run_id] = {name for name, one in history_of(run.run_id, rows).items() if one.failed is None}
         assert [row.version for row in rows] == list(range(1, len(rows) + 1)), f"{run.run_id} has a gap"
     return found
 
@@ -128,9 +126,7 @@ async def check_ended(engine: keiro.Engine) -> None:
         assert run.status == ("failed" if expected is None else "completed"), run
         if expected is not None:
             assert run.result_json is not None and msgspec.json.decode(run.result_json) == expected
-        steps = [
-            event.step async for event in engine.handle(run_id).events() if isinstance(event, StepRecorded)
-        ]
+        steps = [event.step async for event in engine.handle(run_id).events() if isinstance(event, StepRecorded)]
         assert len(steps) == len(set(steps)), f"{run_id} recorded a step twice: {steps}"
         head = await engine.store.head(run_id)
         assert head is not None and head[1].owner is None

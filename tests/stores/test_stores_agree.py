@@ -1,6 +1,7 @@
 """Memory, SQLite and Postgres driven in lockstep by random commands: equal outcomes, equal rows, equal journals.
 
-The memory store is the model. What databases number for themselves (run keys, positions, worker keys) is compared by order.
+The memory store is the model. What databases number for themselves (run keys, positions, worker keys) is compared by
+order.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ class World:
         events = await self.store.read(0, 10_000)
         assert [e.position for e in events] == sorted({e.position for e in events})
         # In which order the runs of one batch take their positions is not promised; within a run it is.
-        journal = sorted((order[e.run_key], e.version, e.event_id, e.topic, e.payload, e.recorded_at_ms) for e in events)
+        journal = sorted(
+            (order[e.run_key], e.version, e.event_id, e.topic, e.payload, e.recorded_at_ms) for e in events
+        )
         for run in runs:
             versions = [event.version for event in events if event.run_key == run.run_key]
             assert versions == list(range(1, len(versions) + 1))
         histories = await self.store.history([run.run_key for run in runs])
-        by_run = [
-            [(row.version, row.topic, row.payload) for row in histories[run.run_key]] for run in runs
-        ]
+        by_run = [[(row.version, row.topic, row.payload) for row in histories[run.run_key]] for run in runs]
         listed = [worker[row.worker_key] for row in await self.store.workers()]
         ended = sorted(run.run_id for run in await self.store.ended([run.run_id for run in runs]))
         return rows, journal, by_run, listed, ended
