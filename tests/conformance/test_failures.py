@@ -228,3 +228,40 @@ async def test_a_body_that_refuses_to_be_cancelled_does_not_hold_up_the_close(
         assert await other.handle(handle.run_id).status() == "pending"
     leave.set()
     await asyncio.wait([task])
+
+
+async def test_attempts_and_their_times_survive_a_restart(make_engine: MakeEngine) -> None:
+    """WF-35, WF-74, F7: the next process neither begins to count anew nor tries before it is time."""
+    beside = asyncio.Event()
+
+    async def seen() -> None:
+        beside.set()
+
+    @keiro.workflow
+    async def patient(run: keiro.WorkflowRun) -> list[Any]:
+        slow = keiro.Retry(3, initial=3600, maximum=3600, jitter=0)
+        return await asyncio.gather(run.step(declines, 99, retry=slow), run.step(seen, key=f"seen-{len(calls)}"))
+
+    async def attempts(engine: keiro.Engine) -> list[tuple[int, int | None]]:
+        events = [event async for event in engine.handle("wf:patient-a").events()]
+        return [(e.attempt, e.next_attempt_at_ms) for e in events if isinstance(e, AttemptFailed)]
+
+    async with make_engine(patient, grace=0) as engine:
+        await engine.start(patient, id="a")
+        while len(found := await attempts(engine)) < 1:
+            await asyncio.sleep(0)
+        due = found[0][1]
+        assert due is not None and due - engine.wall_ms() > 3_000_000
+    beside.clear()
+    async with make_engine(patient, grace=0) as engine:
+        await beside.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert calls == ["try"] and await attempts(engine) == found
+    engine = make_engine(patient, grace=0)
+    async with engine:
+        engine.store.now_ms = lambda: due  # type: ignore[method-assign, return-value]
+        while len(found := await attempts(engine)) < 2:
+            await asyncio.sleep(0)
+        assert found == [(1, due), (2, due + 3_600_000)]
+        assert calls == ["try", "try"]

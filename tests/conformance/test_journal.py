@@ -411,3 +411,36 @@ async def test_wf_11_every_event_comes_back_from_the_journal_as_it_went(make_eng
             assert type(read_back) is type(event)
             assert (read_back.originator_id, read_back.originator_version) == (handle.run_id, 2)
             assert keiro.events.blank(read_back) == keiro.events.blank(event)
+
+
+class Purse(keiro.WorkflowRun, name="purse"):
+    def __init__(self) -> None:
+        self.coins = 3
+
+    @keiro.event("Taken")
+    def _taken(self) -> None:
+        self.coins -= 1
+
+    def take(self) -> None:
+        if self.coins == 0:
+            raise ValueError("empty")
+        self._taken()
+
+    async def execute(self) -> None:
+        await self.step(held, "held")
+
+
+async def test_r8_a_command_decides_on_what_is_there_when_it_is_written(make_engine: MakeEngine) -> None:
+    """R8, lost updates are impossible: ten at once from two processes take what there is, and no more. Steps that the
+    run records meanwhile are in nobody's way."""
+    async with make_engine(Purse) as engine, make_engine(Purse, worker=False) as other:
+        handle = await engine.start(Purse, id="a")
+        await gate["entered"].wait()
+        takers = [(engine, other)[n % 2].command(handle.run_id, Purse.take) for n in range(10)]
+        steps = [engine.store.submit(Append(handle.run_id, (step_event("purse", "a", f"s{n}"),), 1)) for n in range(5)]
+        outcomes = await asyncio.gather(*takers, *steps, return_exceptions=True)
+        assert sum(isinstance(outcome, int) for outcome in outcomes[:10]) == 3
+        assert sum(isinstance(outcome, ValueError) for outcome in outcomes[:10]) == 7
+        assert (await topics(handle)).count("Taken") == 3
+        gate["go"].set()
+        await handle.result()

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import Raw
 from msgspec.structs import replace
 
 import keiro
 from keiro import worker as workers
+from keiro.decisions import Start, new
 from keiro.driver import Driver
 from keiro.errors import StoreUnavailable
-from keiro.events import AttemptFailed
+from keiro.events import AttemptFailed, WorkflowStarted
 from keiro.stores.base import LEASE_MS, RENEW_MS, SEAL_MS, WorkerRow
 from keiro.worker import host_identity, process_started, provably_gone
 from tests.conformance.test_ownership import gate, held, held_workflow, own_row, worker_of
@@ -419,3 +421,80 @@ async def test_a_drain_begins_no_step_while_another_one_ends(
     async with make_engine(two_tasks) as engine:
         assert await engine.handle(handle.run_id).result() == ["held", 3]
         assert sorted(calls) == ["held", "q1", "q2"]
+
+
+async def test_claims_whose_history_cannot_be_read_now_are_handed_back_at_once(make_engine: MakeEngine) -> None:
+    """U19: claimed and not driven they would be a living worker's until it looks for strays."""
+    gate["go"].set()
+    async with make_engine(worker=False) as client:
+        handle = await client.start(held_workflow, id="a")
+    engine = make_engine(held_workflow)
+    history, released = engine.store.history, engine.store.release
+    handed_back: list[Any] = []
+
+    async def away(*args: Any, **kwargs: Any) -> Any:
+        engine.store.history = history  # type: ignore[method-assign]
+        raise StoreUnavailable("the store is away")
+
+    async def release(worker_key: int, run_keys: Any) -> None:
+        handed_back.append(run_keys)
+        await released(worker_key, run_keys)
+        worker_of(engine).wake()
+
+    engine.store.history, engine.store.release = away, release  # type: ignore[method-assign]
+    async with engine:
+        assert await engine.handle(handle.run_id).result() == ["before", "held", "after"]
+        assert len(handed_back) == 1
+
+
+@pytest.mark.parametrize("when", ["renews", "starts"])
+async def test_a_worker_adopts_what_nobody_listed_owns_when_it_starts_and_when_it_renews(
+    make_engine: MakeEngine, when: str
+) -> None:
+    """Born as a buried worker's, a run is found although no lease of its owner can end any more."""
+    gate["go"].set()
+    async with make_engine(worker=False) as client:
+        event = WorkflowStarted(workflow="held_workflow", key="a", input=Raw(b"{}"))
+        orphan = Start("wf:held_workflow-a", new(event, b"0123456789abcdef"), client.wall_ms(), 987_654)
+        client.committed = lambda changed: None  # type: ignore[method-assign]
+        if when == "starts":
+            await client.store.submit(orphan)
+        async with make_engine(held_workflow) as engine:
+            if when == "renews":
+                await client.store.submit(orphan)
+                await worker_of(engine)._renew()
+            worker_of(engine).wake()
+            assert await engine.handle("wf:held_workflow-a").result() == ["before", "held", "after"]
+
+
+async def test_no_run_is_driven_that_was_claimed_by_an_incarnation_that_is_over(make_engine: MakeEngine) -> None:
+    """WF-81: between claim and first step the lease may be lost: the runs are the next incarnation's to claim."""
+    gate["go"].set()
+    async with make_engine(worker=False) as client:
+        handle = await client.start(held_workflow, id="a")
+    engine = make_engine(held_workflow)
+    history = engine.store.history
+    adopted: list[str] = []
+
+    async def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        engine.store.history = history  # type: ignore[method-assign]
+        found = await history(*args, **kwargs)
+        worker_of(engine)._renewed_at -= SEAL_MS
+        assert not worker_of(engine).holds()
+        return found
+
+    adopt = engine.adopt
+
+    def adopting(*args: Any) -> None:
+        adopted.append(args[0].run_id)
+        adopt(*args)
+
+    engine.store.history, engine.adopt = meanwhile, adopting  # type: ignore[method-assign]
+    async with engine:
+        while engine.store.history is not history:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert adopted == [] and calls == []
+        await worker_of(engine)._renew()
+        assert await engine.handle(handle.run_id).result() == ["before", "held", "after"]

@@ -16,11 +16,15 @@ from keiro.decisions import Append, Command, Start, Stored, fold, new
 from keiro.events import StepRecorded, WorkflowCompleted, WorkflowStarted
 from keiro.stores import open_store
 from keiro.stores.base import Store
-from keiro.stores.postgres import LOCK_KEY
+from keiro.stores.postgres import FEW, LOCK_KEY
 from tests.conftest import MakeEngine
 
 HELD = 424242
 """The advisory lock that keeps one chosen transaction from committing after it has drawn its positions."""
+
+
+BATCH = FEW + 1
+"""So many commands at once that they are written by the statement for batches."""
 
 
 class Deaf:
@@ -80,7 +84,7 @@ class Writer:
             case "end":
                 return [self.append(end=True)]
             case "batch":
-                return [self.append(), self.append()]
+                return [self.append() for _ in range(BATCH)]
             case _:
                 return [self.append(known=False)]
 
@@ -142,7 +146,7 @@ async def test_a_later_commit_waits_for_an_earlier_one(
         read += await quick_store.read(read[-1].position, 100)
         everything = await quick_store.read(0, 100)
         assert read == everything
-        assert len(everything) == 2 + sum(2 if shape == "batch" else 1 for shape in (first, later))
+        assert len(everything) == 2 + sum(BATCH if shape == "batch" else 1 for shape in (first, later))
         watcher.execute("DROP FUNCTION hold() CASCADE")
 
 

@@ -213,3 +213,17 @@ async def test_a_wait_that_times_out_leaves_nothing_behind(make_engine: MakeEngi
         with pytest.raises(keiro.RunNotFound):
             await engine.handle("wf:waiting-none").result()
         assert engine._waiting == {}
+
+
+@pytest.mark.usefixtures("no_polls")
+async def test_a_paced_run_is_claimed_when_it_is_due_though_nothing_else_happens(make_engine: MakeEngine) -> None:
+    @keiro.workflow(retry=keiro.Retry(2, initial=0.05, jitter=0))
+    async def again(run: keiro.WorkflowRun) -> int:
+        if run.info.attempt == 1:
+            raise ValueError("not yet")
+        return run.info.attempt
+
+    async with make_engine(again) as engine:
+        deaf(engine)
+        async with asyncio.timeout(60):
+            assert await engine.execute(again, id="a") == 2
