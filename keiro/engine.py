@@ -554,8 +554,9 @@ class Engine:
             self._worker.wake()
 
     def free_slots(self) -> int:
-        """How many more runs may be resident; those that are being born count."""
-        return self._concurrency - len(self._resident) - len(self._births)
+        """How many more runs may be resident; those that are being born or claimed count."""
+        claiming = 0 if self._worker is None else self._worker.claiming
+        return self._concurrency - len(self._resident) - len(self._births) - claiming
 
     def resident_keys(self) -> set[int]:
         """The run_keys of the runs that are driven here."""

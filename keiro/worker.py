@@ -68,6 +68,7 @@ class Worker:
         self.key = 0
         self._renewed_at = 0.0  # by `_elapsed`
         self._wake = asyncio.Event()
+        self.claiming = 0  # how many runs a claim that is under way may bring
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
         self._sealed = False
@@ -139,15 +140,14 @@ class Worker:
     async def _claim_all(self) -> float:
         began, key = self._store.now_ms(), self.key
         while (room := min(self._employer.free_slots(), CLAIM_BATCH)) > 0:
-            taken = await self._store.claim(key, self._workflows, room)
-            if not taken:
-                break
+            self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:
-                histories = await self._store.history([run.run_key for run, _ in taken], after=1)
-            except BaseException:
-                # Claimed but not driven would be owned by a living worker for ever.
-                await self._hand_back(key, [run.run_key for run, _ in taken])
-                raise
+                taken = await self._store.claim(key, self._workflows, room)
+                if not taken:
+                    break
+                histories = await self._history(key, taken)
+            finally:
+                self.claiming = 0
             if self._sealed or not self._claims or self.key != key:
                 # The runs are not driven: the end of the incarnation that claimed them hands, or has handed, them back.
                 return SAFETY_POLL_S
@@ -165,9 +165,15 @@ class Worker:
         known = isinstance(error, StoreError | TimeoutError)
         self._employer.report("store_away" if known else "worker_fault", "", error=str(error) or repr(error))
 
-    async def _hand_back(self, key: int, run_keys: list[int]) -> None:
-        with suppress(StoreError):
-            await self._store.release(key, run_keys)
+    async def _history(self, key: int, taken: Sequence[tuple[Run, Head]]) -> dict[int, list[Stored]]:
+        run_keys = [run.run_key for run, _ in taken]
+        try:
+            return await self._store.history(run_keys, after=1)
+        except BaseException:
+            # Claimed but not driven would be owned by a living worker for ever.
+            with suppress(StoreError):
+                await self._store.release(key, run_keys)
+            raise
 
     async def report_unregistered(self) -> None:
         """Report, once each, workflows that have pending runs and are not registered here."""

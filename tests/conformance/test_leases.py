@@ -376,6 +376,34 @@ async def test_no_more_than_concurrency_runs_are_resident_however_many_are_start
         assert not engine._births and engine.free_slots() == 3
 
 
+async def test_a_start_takes_no_slot_that_a_claim_under_way_may_fill(make_engine: MakeEngine) -> None:
+    async with make_engine(worker=False) as client:
+        await client.start(held_workflow, id="first")
+    engine = make_engine(held_workflow, concurrency=1)
+    claim = engine.store.claim
+    most = 0
+
+    async def meanwhile(*args: Any) -> Any:
+        engine.store.claim = claim  # type: ignore[method-assign]
+        await engine.start(held_workflow, id="second")
+        return await claim(*args)
+
+    adopt = engine.adopt
+
+    def adopting(*args: Any) -> None:
+        nonlocal most
+        adopt(*args)
+        most = max(most, len(engine._resident))
+
+    engine.store.claim, engine.adopt = meanwhile, adopting  # type: ignore[method-assign]
+    async with engine:
+        await gate["entered"].wait()
+        gate["go"].set()
+        for name in ("first", "second"):
+            assert await engine.handle(f"wf:held_workflow-{name}").result() == ["before", "held", "after"]
+        assert most == 1
+
+
 async def test_a_drain_begins_no_step_while_another_one_ends(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
