@@ -13,7 +13,7 @@ import uuid
 from asyncio import Future, Task
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, ref
 
@@ -60,6 +60,7 @@ from keiro.retry import Retry
 from keiro.rows import Head, Run
 from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
 from keiro.stores.base import Store
+from keiro.threads import in_thread
 
 COMPLETED: Final = "__workflow_completed__"
 FAILED: Final = "__workflow_failed__"
@@ -681,17 +682,6 @@ async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], se
         if limit.expired():
             raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None
         raise
-
-
-async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a plain function in a daemon thread, in a copy of this task's context.
-
-    A thread cannot be stopped: when the await is cancelled it goes on, and its result is thrown away.
-    """
-    from anyio import to_thread
-
-    context = copy_context()
-    return await to_thread.run_sync(lambda: context.run(fn, *args, **kwargs), abandon_on_cancel=True)
 
 
 def _sealed(run_id: str) -> str:

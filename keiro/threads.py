@@ -1,0 +1,89 @@
+"""Threads for plain functions: few, reused, and daemons.
+
+A thread cannot be stopped. One that hangs in a step must not keep the process alive when everything else has ended, and
+neither `asyncio.to_thread` nor anyio's worker threads are left behind at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from asyncio import Future
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import Any, Final
+
+MOST: Final = 64
+"""How many plain functions run at once; more wait."""
+
+Work = Callable[[], None]
+
+
+class Threads:
+    """Daemon threads that run one function after the other."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Work] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads = 0
+
+    def submit(self, work: Work) -> None:
+        """Run `work` in a thread as soon as one is free; it must not raise."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                grow = False
+            else:
+                grow = self._threads < MOST
+                self._threads += grow
+        self._work.put(work)
+        if grow:
+            threading.Thread(target=self._run, name="keiro step", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+            with self._lock:
+                # A thread is promised to what waits before it calls itself idle.
+                if self._work.empty():
+                    self._idle += 1
+
+
+_threads = Threads()
+
+
+async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a plain function in a thread, in a copy of this task's context.
+
+    When the await is cancelled the function goes on, and its result is thrown away.
+    """
+    loop = asyncio.get_running_loop()
+    future: Future[Any] = loop.create_future()
+    context = copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        elif isinstance(error, StopIteration):
+            # As in a coroutine: a future cannot carry it.
+            future.set_exception(RuntimeError(f"{fn!r} raised StopIteration"))
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(fn, *args, **kwargs)
+        except BaseException as raised:
+            error = raised
+        # The loop may have ended meanwhile: then nobody waits.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, error)
+
+    _threads.submit(work)
+    return await future

@@ -1,0 +1,105 @@
+"""Plain functions in threads: results, exceptions, contexts, and an end of the process that waits for none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from keiro.threads import MOST, in_thread
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+
+
+async def test_results_and_exceptions_come_back_and_contexts_are_copies() -> None:
+    def reads() -> str:
+        variable.set(seen := variable.get() + "!")
+        return seen
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    def stops() -> None:
+        raise StopIteration
+
+    variable.set("mine")
+    assert await in_thread(reads, (), {}) == "mine!"
+    assert variable.get() == "mine"
+    with pytest.raises(ValueError, match="no"):
+        await in_thread(fails, (), {})
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await in_thread(stops, (), {})
+
+
+async def test_threads_are_reused_and_never_more_than_the_limit() -> None:
+    names: set[int] = set()
+    inside, most, lock = 0, 0, threading.Lock()
+    full = threading.Event()
+
+    def meets() -> None:
+        nonlocal inside, most
+        with lock:
+            names.add(threading.get_ident())
+            inside += 1
+            most = max(most, inside)
+            if inside == MOST:
+                full.set()
+        full.wait(30)
+        with lock:
+            inside -= 1
+
+    await asyncio.gather(*(in_thread(meets, (), {}) for _ in range(3 * MOST)))
+    assert most == MOST
+    assert len(names) == MOST
+
+
+async def test_a_cancelled_await_does_not_wait_for_its_function() -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def works() -> None:
+        go.wait(30)
+        ended.set()
+
+    task = asyncio.create_task(in_thread(works, (), {}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not ended.is_set()
+    go.set()
+    assert await asyncio.to_thread(ended.wait, 30)
+
+
+PROGRAM = """
+import asyncio, threading, keiro
+
+entered = threading.Event()
+
+def hangs():
+    entered.set()
+    threading.Event().wait()
+
+@keiro.workflow
+async def stuck(run):
+    await run.step(hangs)
+
+async def main():
+    async with keiro.Engine("sqlite:///stuck.db", workflows=[stuck], grace=0) as engine:
+        await engine.start(stuck, id="a")
+        await asyncio.to_thread(entered.wait)
+
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_a_step_that_hangs_in_its_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
