@@ -50,7 +50,7 @@ async def owned_append(engine: keiro.Engine, handle: keiro.Handle, shape: str) -
 
 @pytest.mark.parametrize("shape", ["step", "end", "batch"])
 async def test_postgres_refuses_an_append_that_waited_while_its_run_was_taken(postgres_url: str, shape: str) -> None:
-    """spec/write-path 8.2: a statement takes its snapshot before the lock is granted; the fence must not be read in
+    """A statement takes its snapshot before the lock is granted; the fence must not be read in
     it.
     """
     async with keiro.Engine(postgres_url, workflows=[taken], migrate=True, grace=0) as engine:
