@@ -42,7 +42,7 @@ from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
 from keiro.projections.steps import steps as fold_steps
 from keiro.readmodels import ReadModels
-from keiro.reports import log, report
+from keiro.reports import Outage, log, report
 from keiro.repository import RunRepository, repository
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
@@ -119,6 +119,7 @@ class Engine:
         self._waiting: dict[str, set[Future[Run]]] = {}
         self._moved: set[asyncio.Event] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._outage = Outage()
         self._look_again = False
         self._births: set[Future[Outcome]] = set()
         self._closer: asyncio.Task[None] | None = None
@@ -474,6 +475,9 @@ class Engine:
 
     def committed(self, changed: Sequence[Run]) -> None:
         """A commit of this process: resolve who waits for the end of a run, wake the claims for what is pending."""
+        if self._outage.away:
+            self._outage.away = False
+            self.report("store_back", "")
         for run in changed:
             if run.terminal:
                 for future in self._waiting.get(run.run_id, ()):
@@ -577,7 +581,8 @@ class Engine:
 
     def report(self, event: str, run_id: str, **fields: object) -> None:
         """Log something an operator should know: see `keiro.reports`."""
-        report(event, run_id, fields)
+        if event != "store_away" or self._outage.is_news(str(fields.get("error"))):
+            report(event, run_id, fields)
 
 
 class Handle:

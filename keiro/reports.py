@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 log: Final = logging.getLogger("keiro")
+
+AGAIN_S: Final = 10.0
+"""How often an outage that goes on is told of."""
 
 SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "attempt_failed": (logging.WARNING, "step {step!r} of {run_id} failed at attempt {attempt}: {error}; {then}"),
@@ -29,6 +33,7 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "fence_lost": (logging.INFO, "{run_id} is driven by another worker now; it was stopped here"),
     "already_ended": (logging.INFO, "{run_id} has {status} meanwhile; it was stopped here"),
     "store_away": (logging.WARNING, "the store does not answer, the engine waits for it: {error}"),
+    "store_back": (logging.WARNING, "the store answers again"),
     "worker_fault": (logging.ERROR, "the worker met an unexpected fault and tries again: {error}"),
     "loop_blocked": (
         logging.WARNING,
@@ -63,3 +68,20 @@ def report(event: str, run_id: str, fields: dict[str, object]) -> None:
             sentence.format(run_id=run_id, **fields),
             extra={"keiro": {"event": event, "run_id": run_id, **fields}},
         )
+
+
+class Outage:
+    """Whether operators take the store for away. They are told now and then, however many runs run into it."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self._told: dict[str, float] = {}
+
+    def is_news(self, error: str) -> bool:
+        """Whether to tell of this error: it is a new one, or was told long ago."""
+        now = time.monotonic()
+        if now - self._told.get(error, -AGAIN_S) < AGAIN_S:
+            return False
+        self._told[error] = now
+        self.away = True
+        return True

@@ -188,6 +188,29 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     await intact(engine.url, 8)
 
 
+async def test_an_outage_is_told_once_however_many_runs_meet_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full because of a log must not be filled by it."""
+    engine = keiro.Engine(f"sqlite:///{tmp_path}/keiro.db", workflows=[chain])
+
+    def told() -> list[str]:
+        found = [getattr(record, "keiro", {}).get("event") for record in caplog.records]
+        return [event for event in found if event in ("store_away", "store_back")]
+
+    async with engine:
+        assert isinstance(engine.store, SQLiteStore)
+        connection = engine.store._conn
+        handles = [await engine.start(chain, 3, 20_000) for _ in range(20)]
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages + 10}")
+        await until(told)
+        await asyncio.sleep(0.2)  # time for many more
+        connection.execute("PRAGMA max_page_count = 1000000")
+        assert await asyncio.gather(*(handle.result(30) for handle in handles)) == [3] * 20
+        assert told() == ["store_away", "store_back"]
+
+
 async def test_an_engine_on_a_full_disk_can_be_closed(tmp_path: Path) -> None:
     path = tmp_path / "keiro.db"
     async with sqlite_engine(path, grace=0.05) as (engine, store, reports):
