@@ -16,7 +16,7 @@ from keiro.decisions import Append, FenceLost, New, new
 from keiro.events import StepRecorded, WorkflowCompleted
 from keiro.identity import StepIds
 from keiro.projections.runs import project
-from keiro.stores.postgres import LOCK_KEY
+from keiro.stores.postgres import FEW, LOCK_KEY
 
 
 @keiro.workflow
@@ -25,7 +25,7 @@ async def taken(run: keiro.WorkflowRun) -> None:
 
 
 async def owned_append(engine: keiro.Engine, handle: keiro.Handle, shape: str) -> list[Append]:
-    """What the owner would send: a step alone, an end alone, or two steps in one batch."""
+    """What the owner would send in one tick: a step, an end, a few steps, or so many that they go as arrays."""
     found = await engine.store.head(handle.run_id)
     assert found is not None
     run, head = found
@@ -45,14 +45,13 @@ async def owned_append(engine: keiro.Engine, handle: keiro.Handle, shape: str) -
             one = new(ended, StepIds("taken", "a", 0)("__workflow_completed__"))
             return [append(one, head.version, project(run, ended, engine.wall_ms()))]
         case _:
-            return [append(step("x"), head.version), append(step("y"), head.version + 1)]
+            many = FEW + 1 if shape == "batch" else 2
+            return [append(step(f"s{n}"), head.version + n) for n in range(many)]
 
 
-@pytest.mark.parametrize("shape", ["step", "end", "batch"])
+@pytest.mark.parametrize("shape", ["step", "end", "few", "batch"])
 async def test_postgres_refuses_an_append_that_waited_while_its_run_was_taken(postgres_url: str, shape: str) -> None:
-    """A statement takes its snapshot before the lock is granted; the fence must not be read in
-    it.
-    """
+    """A statement takes its snapshot before the lock is granted, so the fence must not be read in it."""
     async with keiro.Engine(postgres_url, workflows=[taken], migrate=True, grace=0) as engine:
         handle = await engine.start(taken, id="a")
         commands = await owned_append(engine, handle, shape)
@@ -69,7 +68,7 @@ async def test_postgres_refuses_an_append_that_waited_while_its_run_was_taken(po
         assert await handle.status() == "running"
 
 
-@pytest.mark.parametrize("shape", ["step", "end", "batch"])
+@pytest.mark.parametrize("shape", ["step", "end", "few", "batch"])
 async def test_sqlite_refuses_an_append_that_waited_while_its_run_was_taken(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "keiro.db"
     async with keiro.Engine(f"sqlite:///{path}", workflows=[taken], grace=0) as engine:
