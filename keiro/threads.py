@@ -7,6 +7,7 @@ neither `asyncio.to_thread` nor anyio's worker threads are left behind at exit.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from asyncio import Future
 from collections.abc import Callable
@@ -53,6 +54,15 @@ class Threads:
 
 
 _threads = Threads()
+
+
+def _begin_again() -> None:
+    global _threads
+    _threads = Threads()
+
+
+# A forked child has none of its parent's threads: work would wait for ever for one that is said to be idle.
+os.register_at_fork(after_in_child=_begin_again)
 
 
 async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

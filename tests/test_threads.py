@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import subprocess
 import sys
 import threading
@@ -103,3 +104,20 @@ def test_a_step_that_hangs_in_its_thread_does_not_keep_the_process_alive(tmp_pat
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+async def test_a_forked_child_has_threads_of_its_own() -> None:
+    """Those of the parent, idle or not, do not exist there."""
+    await in_thread(list, (), {})
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            asyncio._set_running_loop(None)
+            os.write(write, asyncio.run(in_thread(lambda: b"done", (), {})))
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert await asyncio.wait_for(asyncio.to_thread(os.read, read, 16), 30) == b"done"
+    os.close(read)
+    os.waitpid(pid, 0)
