@@ -167,6 +167,9 @@ async def test_a_server_that_drops_connections_and_restarts_loses_nothing(
         try:
             async with tail.reading(client):
                 crew.hire(2)
+                # An engine that is opening tells its caller that the server is gone; one that is open waits for it.
+                while len(workload.notes(tmp_path, "workers")) < 2:
+                    await asyncio.sleep(0.01)
                 starting = asyncio.create_task(start_runs(client))
                 until = time.monotonic() + seconds
                 while time.monotonic() < until:
