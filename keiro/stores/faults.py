@@ -138,6 +138,11 @@ def postgres_fault(sqlstate: str | None, message: str, target: str) -> KeiroErro
     `target` is shown to the user: give it without the password, as `postgres_target` does.
     """
     reason = " ".join(message.split()).rstrip(".?")
+    if sqlstate == "55P03":
+        return StoreBusy(
+            f"{target} was locked by another session for too long ({reason}); nothing was written. Try again; if it "
+            "lasts, find the session that holds a transaction open (pg_stat_activity, idle in transaction)."
+        )
     if is_conflict(sqlstate):
         return StoreBusy(f"{target} could not finish beside others ({reason}); nothing was written. Try again.")
     # A refused connection carries its reason in words only, so the words are read where there is no code.
@@ -168,6 +173,11 @@ def postgres_fault(sqlstate: str | None, message: str, target: str) -> KeiroErro
             )
         case "53100":
             return StoreUnavailable(f"{target} has no disk space left ({reason}); nothing was written. Free some.")
+        case "57014":
+            return StoreUnavailable(
+                f"{target} cancelled a statement ({reason}); nothing was written. They wait for each other at times: "
+                "raise statement_timeout for this role if it is that."
+            )
         case "53300":
             return StoreUnavailable(
                 f"{target} has no connection left ({reason}). Raise max_connections or close other clients."

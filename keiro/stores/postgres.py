@@ -46,6 +46,8 @@ log: Final = logging.getLogger("keiro")
 
 LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
 RECONNECT_S: Final = 5.0
+LOCK_LIMIT_S: Final = 15.0
+"""How long a batch waits for the lock, which a caller's own transaction may hold. Whoever waits is told then."""
 FEW: Final = 4
 """Up to so many commands, statements without arrays in one round trip cost less than one with arrays."""
 CHANNEL: Final = "keiro"
@@ -196,7 +198,10 @@ class PostgresStore:
             if not listen:
                 conn = await Connection.connect(self.url)
                 # Arrays of any length take the same plan; planning these statements costs more than running them.
-                await conn.simple(f"SET plan_cache_mode = force_generic_plan; {_READ_COMMITTED}")
+                await conn.simple(
+                    f"SET plan_cache_mode = force_generic_plan; {_READ_COMMITTED};"
+                    f" SET lock_timeout = {round(LOCK_LIMIT_S * 1000)}"
+                )
                 return conn
             conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
             await conn.simple(f"{_READ_COMMITTED}; LISTEN {CHANNEL}")

@@ -535,6 +535,41 @@ async def test_an_engine_can_be_closed_while_the_server_is_away(
     assert "not_handed_back" in [event for event, _ in reports.seen]
 
 
+async def test_a_lock_that_somebody_keeps_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction of a caller's that holds the journal and is never ended stops nobody for ever without a word."""
+    monkeypatch.setattr(postgres_store, "LOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr(postgres_store, "RECONNECT_S", 0.1)
+    async with postgres_engine(postgres_url) as (engine, _, reports):
+        handles = [await engine.start(chain, 30, id=str(n)) for n in range(4)]
+        await until(lambda: acknowledged)
+        with psycopg.connect(postgres_url) as other:
+            await asyncio.to_thread(other.execute, "SELECT pg_advisory_xact_lock(%s)", (postgres_store.LOCK_KEY,))
+            locked = "was locked by another session for too long.*find the session that holds a transaction open"
+            with pytest.raises(StoreBusy, match=locked):
+                await engine.start(fine)
+            await reports.until("store_away", "was locked by another session for too long")
+            assert len(await engine.runs()) == 4  # reading needs no lock
+        assert await asyncio.gather(*(handle.result(30) for handle in handles)) == [30] * 4
+        assert await engine.execute(fine) == "x"
+    await intact(postgres_url, 4)
+
+
+async def test_statements_that_are_cancelled_are_sent_again(postgres_url: str) -> None:
+    """An administrator's pg_cancel_backend, or a statement_timeout."""
+    async with postgres_engine(postgres_url) as (engine, store, _):
+        handles = [await engine.start(chain, 30, id=str(n)) for n in range(4)]
+
+        async def writer() -> str:
+            return await pid_of(await store._writer_now())
+
+        pid = await store._in_turn(writer)
+        with psycopg.connect(postgres_url, autocommit=True) as other:
+            for _ in range(100):
+                await asyncio.to_thread(other.execute, "SELECT pg_cancel_backend(%s)", (int(pid),))
+        assert await asyncio.gather(*(handle.result(30) for handle in handles)) == [30] * 4
+    await intact(postgres_url, 4)
+
+
 # Postgres: settings of the database and of the role
 
 

@@ -356,7 +356,8 @@ def test_only_conflicts_and_lost_connections_are_worth_another_try(
     ("sqlstate", "error", "advice"),
     [
         ("40001", StoreBusy, "Try again"),
-        ("55P03", StoreBusy, "Try again"),
+        ("55P03", StoreBusy, "find the session that holds a transaction open"),
+        ("57014", StoreUnavailable, "raise statement_timeout for this role"),
         ("08006", StoreUnavailable, "Check that a server runs there"),
         ("57P01", StoreUnavailable, "Check that a server runs there"),
         (None, StoreUnavailable, "Check that a server runs there"),
