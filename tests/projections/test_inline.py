@@ -49,6 +49,7 @@ async def test_commands_of_one_tick_fold_onto_the_same_rows_in_order(
 async def test_a_fold_that_raises_rejects_its_command_and_no_other(
     make_engine: MakeEngine, projection: type[Totals]
 ) -> None:
+    """L17."""
     async with make_engine(order, projections=[projection], worker=False) as engine:
         done = await asyncio.gather(
             engine.start(order, "ada", 1, id="before"),
@@ -207,6 +208,7 @@ class Counted(Totals):
 
 
 async def test_a_projection_sees_only_topics_it_wants(make_engine: MakeEngine) -> None:
+    """L23."""
     Counted.asked.clear()
     async with make_engine(order, projections=[Counted]) as engine:
         await engine.execute(order, "ada")

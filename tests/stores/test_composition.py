@@ -98,6 +98,7 @@ async def pair() -> Pair:
 
 
 async def test_the_gate_is_taken_first_and_free_again_when_callbacks_run(pair: Pair) -> None:
+    """L12."""
     seen: list[tuple[int, bool, bool]] = []
 
     async def body(journal: Journal) -> str:
@@ -150,6 +151,7 @@ async def test_published_work_that_fails_undoes_nothing_and_stops_no_other(pair:
 
 
 async def test_a_nested_transaction_is_a_savepoint_of_both(pair: Pair) -> None:
+    """L10, L12."""
     called: list[str] = []
 
     async def inner(journal: Journal) -> None:
@@ -264,6 +266,7 @@ async def test_a_journal_that_tries_again_by_itself_finds_the_memory_of_before(p
 
 
 async def test_only_the_outermost_transaction_is_tried_again() -> None:
+    """R9."""
     tries: list[str] = []
 
     async def attempt() -> None:

@@ -83,6 +83,7 @@ def test_a_table_takes_its_row(database: Database, table: str) -> None:
 def test_integers_lie_between_0_and_2_to_the_53(
     database: Database, table: str, column: str, row: dict[str, Any]
 ) -> None:
+    """R11."""
     for bad in (-1, 2**53):
         refuses(database, table, row | {column: bad})
 
@@ -287,6 +288,7 @@ def test_no_statement_changes_the_journal_on_postgres(recorded: PostgresDatabase
 
 
 def test_what_a_run_is_never_changes(recorded: Database) -> None:
+    """R2."""
     before = recorded.rows("SELECT * FROM keiro_runs ORDER BY run_key")
 
     for column, value in (("run_id", "wf:order-9"), ("created_at_ms", 6), ("run_key", 9)):
@@ -303,6 +305,7 @@ def test_how_a_run_stands_may_change(recorded: Database) -> None:
 
 
 def test_deleting_a_run_deletes_all_that_is_its_own_and_nothing_else(recorded: Database) -> None:
+    """R2."""
     recorded.rows("DELETE FROM keiro_runs WHERE run_id = 'wf:order-1'")
 
     assert recorded.rows("SELECT run_key FROM keiro_runs") == [(2,)]

@@ -254,6 +254,7 @@ def engine_of(database: Database) -> sqlalchemy.Engine:
 
 
 def test_a_fresh_database_has_exactly_this(database: Database) -> None:
+    """R1."""
     found = Inventory(database)
 
     columns = COLUMNS if database.dialect == "postgresql" else map(on_sqlite, COLUMNS)
@@ -265,6 +266,7 @@ def test_a_fresh_database_has_exactly_this(database: Database) -> None:
 
 
 def test_a_second_time_changes_nothing(database: Database) -> None:
+    """R1."""
     before = Inventory(database)
     database.insert("keiro_runs", RUN)
 
@@ -485,6 +487,7 @@ def test_a_password_is_never_shown(postgres_url: str) -> None:
 
 
 def test_what_fails_half_way_leaves_nothing(empty: Database) -> None:
+    """R6."""
     # The last table of the first revision cannot be made: its name is taken.
     if empty.dialect == "postgresql":
         empty.rows("CREATE SCHEMA keiro")
@@ -532,6 +535,7 @@ def environment() -> dict[str, str]:
 
 
 def test_processes_that_open_a_new_database_at_once_all_succeed(empty: Database) -> None:
+    """R7."""
     call, address = call_of(empty)
     program = f"""if True:
         import alembic.command, sqlalchemy

@@ -1,0 +1,63 @@
+"""The table of conformance names every line and only tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+README = Path(__file__).with_name("README.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line.startswith("| ")]
+NAMED = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", README)))
+PROMISED = [
+    *(f"WF-{n:02}" for n in (*range(1, 12), 20, 21, 24, *range(30, 36), *range(60, 69), 80, 81, 82, 170, 171, 172)),
+    *(f"L{n}" for n in range(1, 24)),
+    *(f"R{n}" for n in range(1, 12)),
+    *(f"F{n}" for n in (7, 8, 9, 10, 19, 31, 35, 37, 50, 51, 54, 55)),
+    *(f"U{n}" for n in (10, 11, 12, 13, 14, 15, 17, 18, 19, 23)),
+    *(f"P{n}" for n in range(1, 8)),
+]
+
+
+@cache
+def found_in(path: str) -> dict[str, str]:
+    """The tests of a file by name, with their docstrings."""
+    tree = ast.parse((TESTS / path).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {function.name: ast.get_docstring(function) or "" for function in functions}
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_every_test_that_is_named_exists(path: str, name: str) -> None:
+    assert name in found_in(path)
+
+
+def test_every_line_is_there_once() -> None:
+    ids = [row[0] for row in ROWS]
+    assert [one for one in PROMISED if ids.count(one) != 1] == []
+
+
+def test_every_line_has_a_test_or_says_why_not() -> None:
+    for row in ROWS:
+        if row[0] != "id" and not row[0].startswith("---"):
+            says_why = row[1].startswith(("Not here", "Replaced"))
+            assert "::" in row[2] or says_why, row[0]
+
+
+def test_ids_stand_in_the_tests_of_their_lines() -> None:
+    """In the name or the docstring of one of them at least, so that a search finds it."""
+    for own, says, tests in ROWS:
+        if own in PROMISED and not says.startswith("Not here"):
+            letters, number = re.split(r"-?(?=\d)", own, maxsplit=1)
+            named = re.compile(rf"_{letters.lower()}_?{number}(?!\d)")
+            written = re.compile(rf"\b{own}\b")
+            carry = [
+                name
+                for path, name in re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+                if named.search(name) or written.search(found_in(path)[name])
+            ]
+            assert carry, own
