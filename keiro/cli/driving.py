@@ -27,6 +27,7 @@ from keiro.run import WorkflowRun, workflow_of
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 GRACE_S: Final = 10.0
+RETRY_S: Final = 1.0
 PAGE: Final = 1000
 
 
@@ -168,7 +169,7 @@ async def _ended(engine: Engine, run_id: str) -> Run:
             return await engine.wait_ended(run_id)
         except (StoreBusy, StoreUnavailable) as error:
             engine.report("store_away", run_id, error=str(error))
-            await asyncio.sleep(1)
+            await asyncio.sleep(RETRY_S)
 
 
 async def _unfinished(engine: Engine, workflow: Workflow, arguments: Arguments) -> str | None:

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 from keiro.cli import driving
+from keiro.errors import StoreBusy, StoreUnavailable
 from keiro.testing.postgres import PostgresServer
 from tests.cli.conftest import Shell, until
 
@@ -248,6 +249,26 @@ def test_keiro_url_says_where(keiro: Shell) -> None:
     assert keiro.json("run", "orders:chain", env={"KEIRO_URL": ""}) == 3
     assert len(keiro.run_ids()) == 1
     assert sorted(path.name for path in keiro.folder.glob("*.db")) == ["elsewhere.db", "keiro.db", "named.db"]
+
+
+async def test_a_store_that_is_away_at_the_first_look_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on meanwhile, here or in another process: the command must not end before it."""
+    monkeypatch.setattr(driving, "RETRY_S", 0.0)
+    answers = [StoreUnavailable("gone"), StoreBusy("locked"), "the row"]
+    told = []
+
+    class Away:
+        async def wait_ended(self, run_id: str) -> object:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def report(self, event: str, run_id: str, **fields: object) -> None:
+            told.append((event, fields["error"]))
+
+    assert await driving._ended(Away(), "wf:a-b") == "the row"  # type: ignore[arg-type]
+    assert told == [("store_away", "gone"), ("store_away", "locked")]
 
 
 @pytest.mark.crash
