@@ -132,7 +132,10 @@ def test_killed_it_goes_on_and_measures_no_recorded_file_again(keiro: Shell, tmp
         process.kill()
         process.communicate()
         known = _measured(keiro)
-        assert len(known) < 200, f"it had ended before kill {kill}"
+        if len(known) == 200:
+            # A quick machine ends it between the look and the later kills; the first has to strike.
+            assert kill, "it had ended before the first kill"
+            break
         for name in known:  # measured again, they would be seen to be others
             (folder / name).write_bytes(b"other")
     done = keiro("demo", str(folder))
