@@ -141,8 +141,10 @@ def list_runs(
 ) -> None:
     """List runs, newest first."""
     with _reporting(), reading(url) as journal:
-        found = journal.runs(status, workflow, limit)
-    output.runs(found, as_json)
+        found = journal.runs(status, workflow, limit + 1)
+    output.runs(found[:limit], as_json)
+    if len(found) > limit and not as_json:
+        output.note(f"these are the newest {limit}: --limit N shows more")
 
 
 @app.command()

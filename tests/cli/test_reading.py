@@ -45,6 +45,14 @@ def test_list_has_one_line_a_run_and_the_whole_id(filled: Shell) -> None:
     assert re.match(r"completed  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", lines[0])
 
 
+def test_a_list_that_is_cut_says_so(filled: Shell) -> None:
+    done = filled("list", "--limit", "2")
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr == "these are the newest 2: --limit N shows more\n"
+    assert filled("list", "--limit", "3").stderr == ""
+    assert len(filled.json("list", "--limit", "2")) == 2
+
+
 def test_times_are_local_for_people_and_milliseconds_for_programs(filled: Shell) -> None:
     (run,) = filled.json("list", "--limit", "1")
     assert isinstance(run["created_at_ms"], int)
