@@ -23,9 +23,7 @@ class NoLoopback(socket.socket):
         raise OSError(errno.EADDRNOTAVAIL, "cannot assign requested address")
 
 
-async def test_an_engine_works_where_there_is_no_ipv4_loopback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_works_where_there_is_no_ipv4_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake.socket, "socket", NoLoopback)
     async with keiro.Engine(f"sqlite:///{tmp_path}/keiro.db", workflows=[quick]) as engine:
         assert [row.address for row in await engine.store.workers()] == [None]
