@@ -182,6 +182,8 @@ class Driver:
             bind(instance, self)
             args, kwargs = self.workflow.input.decode(self.run.input_json.encode())
             result = await self.workflow.body(instance, *args, **kwargs)
+            if self.sealed:
+                return  # the body swallowed the seal and went on to its end: whatever it returned is not the run's
             self._check_replayed()
             payload = codec.encode(
                 result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit
@@ -202,19 +204,14 @@ class Driver:
             raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
         except BaseException as error:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
-            if self.sealed:
-                return
             event = self._failed(error)
         finally:
             # From here on no task that the body has left behind begins an effect, whose record would be refused.
             self.over = True
-        if self.sealed:
-            # The body swallowed the seal and went on to its end: whatever it returned is not the run's.
-            return
         try:
             await self._settle(event)
         except RunSealed:
-            return
+            return  # what a sealed body raises is not the run's either
 
     def _check_replayed(self) -> None:
         """Whether the body that has returned is the one that was recorded."""

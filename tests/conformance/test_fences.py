@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,50 @@ async def test_two_owners_of_one_run_in_one_batch_are_told_apart(make_engine: Ma
             beside = [append(*other, step_event("owned", other[0].key, f"s{n}"), 2 + n) for other in others]
             outcomes = await send(engine, [mine, theirs, *beside])
             assert outcomes == [Appended(3 + n), FenceLost(), *[Appended(3 + n)] * len(others)]
+
+
+async def test_appends_that_do_not_follow_each_other_are_decided_one_by_one(make_engine: MakeEngine) -> None:
+    """L1: in one batch, what expects another version than the one before it leaves behind."""
+    async with make_engine(worker=False) as engine:
+        run, head = await claimed(engine)
+        ahead = (0, 1, 7, 3, 3, 20)
+        sent = [append(run, head, step_event("owned", "a", f"s{n}"), head.version + by) for n, by in enumerate(ahead)]
+        assert len(sent) > postgres.FEW
+        assert sorted(await send(engine, sent), key=lambda one: one.version) == [Appended(3 + n) for n in range(6)]
+        assert [row.version for row in await engine.store.read(0, 10)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
+@pytest.mark.parametrize("many", [1, postgres.FEW + 1])
+async def test_a_start_that_finds_its_run_is_no_error_of_the_database(
+    make_engine: MakeEngine, many: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch of starts of which one exists is not undone for it."""
+    caplog.set_level(logging.INFO)
+    async with make_engine(worker=False) as engine:
+        await engine.start(owned, id="0")
+        outcomes = await asyncio.gather(*(engine.start(owned, id=str(n)) for n in range(many)))
+        assert len(outcomes) == many and len(await engine.runs()) == many
+    assert "one by one" not in caplog.text
+
+
+async def test_equal_input_is_equal_in_any_order_and_of_any_spelling(make_engine: MakeEngine) -> None:
+    """A key that exists is found with the same values, however their JSON is written, and with no others."""
+    async with make_engine(worker=False) as engine:
+
+        async def started(value: bytes) -> str:
+            event = WorkflowStarted(workflow="owned", key="a", input=Raw(value))
+            outcome = await engine.store.submit(Start("wf:owned-a", new(event, uuid.uuid4().bytes), 1, None))
+            return type(outcome).__name__
+
+        assert await started(b'{"a":1,"b":{"c":"\xc3\xa9","d":null}}') == "Appended"
+        assert await started(b'{"b" : {"d":null, "c":"\\u00e9"}, "a":1}') == "Existing"
+        for other in (
+            b'{"a":1.0,"b":{"c":"\xc3\xa9","d":null}}',
+            b'{"a":true,"b":{"c":"\xc3\xa9","d":null}}',
+            b'{"a":1}',
+        ):
+            assert await started(other) == "InputDiffers"
 
 
 CONDITIONS = [

@@ -19,7 +19,7 @@ from tests.conftest import MakeEngine
 
 @pytest.fixture(autouse=True)
 def _fresh(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
+    caplog.set_level(logging.WARNING)
     calls.clear()
     gate.clear()
     gate.update(entered=asyncio.Event(), go=asyncio.Event())
