@@ -125,11 +125,13 @@ def test_it_goes_on_after_a_kill_on_postgres(keiro: Shell, postgres_url: str) ->
 def test_a_signal_lets_the_step_under_way_end_and_hands_the_run_back(keiro: Shell, number: signal.Signals) -> None:
     process = keiro.start("run", "orders:held", "--id", "a")
     until(lambda: "slow begins" in keiro.effects, process)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "wf:held-a is started\n"
     process.send_signal(number)
     (keiro.folder / "go").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[1:] == [
+    assert err.splitlines() == [
         "stopping: steps under way get 10 s to end, a second signal stops them now",
         "interrupted: start the same command again to go on",
     ]
