@@ -373,7 +373,8 @@ async def test_no_more_than_concurrency_runs_are_resident_however_many_are_start
     async with make_engine(counted, concurrency=3) as engine:
         assert await asyncio.gather(*(engine.execute(counted, n, id=str(n)) for n in range(20))) == list(range(20))
         assert most == 3
-        assert not engine._births and engine.free_slots() == 3
+        while engine._births or engine.free_slots() != 3:  # the last driver leaves a tick after its end is told
+            await asyncio.sleep(0)
 
 
 async def test_a_start_takes_no_slot_that_a_claim_under_way_may_fill(make_engine: MakeEngine) -> None:
