@@ -282,7 +282,11 @@ class PostgresStore:
         task.add_done_callback(self._background.discard)
 
     def _published(self, changed: Sequence[Run]) -> None:
-        self.listener.committed(changed)
+        try:
+            self.listener.committed(changed)
+        except Exception as error:
+            # The writer is a task: it would end, and everybody wait for ever for what they send.
+            log.error("who was told of a commit raised; what was committed stays", exc_info=error)
         if changed and not self._alone:
             self._notify()
 

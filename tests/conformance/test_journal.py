@@ -360,6 +360,21 @@ async def test_a_value_the_driver_cannot_even_send_takes_no_other_down(make_engi
         assert await step_names(handle) == ["s0", "s1"]
 
 
+async def test_an_error_of_who_is_told_stops_no_writer(make_engine: MakeEngine) -> None:
+    """F8: what a commit is followed by has failed, not the commit, and the next one comes all the same."""
+
+    def raises(changed: Any) -> None:
+        raise RuntimeError("a bug")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    async with make_engine(worker=False) as engine:
+        handle = await engine.start(held_workflow, id="a")
+        engine.committed = raises  # type: ignore[method-assign]
+        for n in range(3):
+            one = step_event("held_workflow", "a", f"s{n}")
+            assert await engine.store.submit(Append(handle.run_id, (one,), 1)) == Appended(n + 2)
+
+
 async def test_commands_on_one_run_keep_their_order_within_a_batch(make_engine: MakeEngine) -> None:
     """L5: what an owner knows and what has to be decided, sent in one tick, are written in the order they came."""
     async with make_engine(held_workflow) as engine:
