@@ -92,7 +92,7 @@ class Engine:
     ) -> None:
         _check_options(worker=worker, strict=strict, **({} if migrate is None else {"migrate": migrate}))
         _check_counts(concurrency=concurrency, payload_limit=payload_limit)
-        self.url = url or os.environ.get("KEIRO_URL") or DEFAULT_URL
+        self.url = url if url is not None else os.environ.get("KEIRO_URL") or DEFAULT_URL
         self.store: Store = open_store(self.url, durability=durability)
         self._shown_url = shown(self.url)
         self.store.listener = self
@@ -314,6 +314,8 @@ class Engine:
         """
         self._opened()
         journal = self.store if connection is None else self._transactions.joined(connection)
+        if isinstance(run_id, Handle):
+            raise InvalidCall(f"command({run_id!r}): pass its run_id")
         own = parse_run_id(run_id)
         aggregate = self.mapper.aggregate(own.workflow)
         if aggregate is None:

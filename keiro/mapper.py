@@ -57,6 +57,14 @@ class EventMapper:
             return self._aggregates[workflow]
         return aggregates.get(workflow)
 
+    def can_occur(self, topic: str) -> bool:
+        """Whether an event may have this topic, as far as this process knows."""
+        workflow, _, name = topic.partition(":")
+        if not name:
+            return topic in ENGINE_EVENTS
+        aggregate = self.aggregate(workflow)
+        return aggregate is None or name in aggregate._keiro_commands.events
+
     def encode(self, event: Event) -> tuple[str, str]:
         """Topic and stored JSON of an event; raise `PayloadRejected` if a user's value cannot be stored."""
         event = blank(event)

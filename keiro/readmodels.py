@@ -40,6 +40,12 @@ class ReadModels:
             model = ReadModel(one)
             if model.name in self._models:
                 raise InvalidCall(f"two projections are named {model.name!r}: give one of them another name")
+            for topic in sorted(model.topics or ()):
+                if not mapper.can_occur(topic):
+                    raise InvalidCall(
+                        f"projection {model.name!r}: no event has the topic {topic!r}. There are those of keiro.events "
+                        "(`StepRecorded`) and those of a workflow's own class (`basket:ItemAdded`)"
+                    )
             self._models[model.name] = model
         self.kept = store.keep(list(self._models.values()), mapper)
         # Rows in this process are inline for its own commits, and follow those of others.

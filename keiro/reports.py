@@ -37,8 +37,8 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "worker_fault": (logging.ERROR, "the worker met an unexpected fault and tries again: {error}"),
     "loop_blocked": (
         logging.WARNING,
-        "the event loop stood still for {seconds:.0f} s: a worker that cannot renew its lease for 30 s loses its runs. "
-        "Make what blocks a plain function, which runs in a thread",
+        "the event loop stood still for {seconds:.0f} s, in which no run here went on. Make what blocks a plain "
+        "function, which runs in a thread",
     ),
     "lease_lost": (
         logging.WARNING,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from keiro.stores.base import LEASE_MS, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarn
 CLAIM_BATCH: Final = 200
 BLOCKED_S: Final = 5.0
 """An event loop that stands still for longer is told of: it endangers the lease."""
+DEAD_S: Final = 600.0
+"""An event loop that stands still for longer is taken for dead: its lease is not renewed for it any more."""
 RETRY_S: Final = 0.5
 """How soon a lease that could not be renewed is tried again."""
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -73,6 +76,8 @@ class Worker:
         self._reported: set[str] = set()
         self._sealed = False
         self._strays: set[int] = set()
+        self._seen_at = 0.0  # when the event loop was last seen to go on, by `_elapsed`
+        self._ended = threading.Event()
 
     async def start(self) -> None:
         """Register, take over from workers of this host that are gone, and begin to work."""
@@ -81,6 +86,8 @@ class Worker:
         await self._bury_dead()
         await self._store.adopt_orphans()
         await self.report_unregistered()
+        self._seen_at = _elapsed()
+        threading.Thread(target=self._stand_in, name="keiro lease", daemon=True).start()
         self._tasks = [loop.create_task(self._keep_lease(), name="keiro lease")]
         if self._claims:
             self._tasks.append(loop.create_task(self._claim_for_ever(), name="keiro claims"))
@@ -93,16 +100,20 @@ class Worker:
 
     async def stop(self) -> None:
         """End the lease and the loops. Runs must have been released before."""
+        self._ended.set()
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
         with suppress(StoreError):
-            # Again where a renewal that was still under way came between the look and the burial.
-            while row := next((row for row in await self._store.workers() if row.worker_key == self.key), None):
-                if await self._store.bury(row):
-                    break
+            await self._bury_self(self._incarnation)
+
+    async def _bury_self(self, old: Incarnation) -> None:
+        # Again where a renewal that was still under way came between the look and the burial.
+        while row := next((row for row in await self._store.workers() if row.worker_id == old.worker_id), None):
+            if await self._store.bury(row):
+                break
 
     @property
     def leased(self) -> bool:
@@ -191,7 +202,8 @@ class Worker:
         while True:
             slept = _elapsed()
             await asyncio.sleep(pause)
-            late = _elapsed() - slept - pause
+            self._seen_at = _elapsed()
+            late = self._seen_at - slept - pause
             if late > BLOCKED_S:
                 self._employer.report("loop_blocked", "", seconds=late)
             pause = RENEW_MS / 1000
@@ -207,13 +219,36 @@ class Worker:
 
     async def _renew(self) -> None:
         started = _elapsed()
-        if self._sealed or not await self._store.renew(self.key):
+        renewed = not self._sealed and await self._store.renew(self.key)
+        if not renewed or self._sealed:  # sealed also while the renewal was under way
             await self._begin_again()
             return
         # Counted from before the statement was sent: the lease cannot have begun earlier.
         self._renewed_at = started
         await self._store.adopt_orphans()
         await self._release_strays()
+
+    def _stand_in(self) -> None:
+        """Renew in the place of an event loop that stands still; in a thread of its own.
+
+        Without it a step that blocks the loop for longer than the lease would be taken over while it runs, by a worker
+        that then loses it in the same way, and so for ever.
+        """
+        while not self._ended.wait(BLOCKED_S / 5):
+            key, started = self.key, _elapsed()
+            still = started - self._seen_at - RENEW_MS / 1000
+            if self._sealed or still > DEAD_S or started - self._renewed_at < RENEW_MS / 1000 + BLOCKED_S:
+                continue
+            tables = self._store.run_tables()
+            try:
+                if tables.renew(key, self._store.now_ms()) and self.key == key:
+                    self._renewed_at = started
+                    if still > 0:  # else it is the store that takes its time
+                        self._employer.report("loop_blocked", "", seconds=still)
+            except Exception as error:
+                self._trouble(error)
+            finally:
+                tables.close()
 
     async def _register(self) -> None:
         started = _elapsed()
@@ -240,9 +275,7 @@ class Worker:
         # A run born as the old incarnation's after its burial would belong to nobody, and be taken for the new one's.
         await self._employer.births_over()
         old, self._incarnation = self._incarnation, incarnation()
-        for row in await self._store.workers():
-            if row.worker_id == old.worker_id:
-                await self._store.bury(row)
+        await self._bury_self(old)
         await self._register()
         self._sealed = False
         await self._store.adopt_orphans()

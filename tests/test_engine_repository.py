@@ -56,6 +56,8 @@ async def test_a_snapshot_is_where_the_next_fold_begins(make_engine: MakeEngine)
     async with make_engine(Open, grace=0) as engine:
         handle = await engine.start(Open, id="a")
         await engine.command(handle.run_id, Open.add, "one")
+        with pytest.raises(keiro.InvalidCall, match="pass its run_id"):
+            await engine.command(handle, Open.add, "one")  # type: ignore[arg-type]
         taken = engine.repository.take_snapshot(handle.run_id)
         await engine.command(handle.run_id, Open.add, "two")
         assert engine.repository.get(handle.run_id).items == ["one", "two"]

@@ -1,6 +1,7 @@
-"""Blocking reads of a SQL journal from any thread, for the `eventsourcing` library's repository, and its snapshots.
+"""Blocking access to a SQL journal from any thread: reads for the `eventsourcing` library's repository, its snapshots,
+and the lease of a worker whose event loop stands still.
 
-On a connection of their own, opened at the first use: the library reads where it is called, not on the event loop.
+On a connection of its own, opened at the first use: the library reads where it is called, not on the event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from keiro.decisions import Stored
 from keiro.repository import SnapshotRow, SnapshotTable
+from keiro.stores.base import LEASE_MS
 from keiro.stores.sql import Execute, Row, Sql
 
 
@@ -21,6 +23,9 @@ class RunTables(Protocol):
 
     def read(self, run_id: str, gt: int | None, lte: int | None, desc: bool, limit: int | None) -> Sequence[Stored]:
         """The events of a run by version."""
+
+    def renew(self, worker_key: int, now_ms: int) -> bool:
+        """Extend the lease of a worker; False if the worker is no longer listed."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -66,6 +71,10 @@ class SqlRunTables:
         for row in rows:
             values = (row.originator_id, row.originator_version, row.topic, self._sql.seal(row.state))
             self._execute(self._sql.text.put_snapshot, values)
+
+    def renew(self, worker_key: int, now_ms: int) -> bool:
+        """Extend the lease of a worker."""
+        return bool(self._execute(self._sql.text.renew, (now_ms + LEASE_MS, worker_key)))
 
     def _execute(self, sql: str, values: Sequence[Any]) -> list[Row]:
         with self._lock:

@@ -67,6 +67,15 @@ class Database:
         else:
             self.pending.discard(run.run_key)
 
+    def renew(self, worker_key: int, now_ms: int) -> bool:
+        """Extend a lease."""
+        with self.lock:
+            worker = self.workers.get(worker_key)
+            if worker is None:
+                return False
+            self.workers[worker_key] = replace(worker, lease_expires_at_ms=now_ms + LEASE_MS)
+            return True
+
     def pending_runs(self) -> Iterator[Run]:
         """The pending runs, oldest first."""
         for key in sorted(self.pending):
@@ -88,6 +97,10 @@ class MemoryRunTables:
         run = self._db.runs.get(run_id)
         rows = [] if run is None else self._db.by_run[run.run_key][gt or 0 : lte]
         return (rows[::-1] if desc else rows)[:limit]
+
+    def renew(self, worker_key: int, now_ms: int) -> bool:
+        """Extend the lease of a worker."""
+        return self._db.renew(worker_key, now_ms)
 
     def close(self) -> None:
         """Nothing to disconnect from."""
@@ -279,11 +292,7 @@ class MemoryStore:
 
     async def renew(self, worker_key: int) -> bool:
         """Extend a lease."""
-        worker = self._workers.get(worker_key)
-        if worker is None:
-            return False
-        self._workers[worker_key] = replace(worker, lease_expires_at_ms=self.now_ms() + LEASE_MS)
-        return True
+        return self._db.renew(worker_key, self.now_ms())
 
     async def workers(self) -> list[WorkerRow]:
         """All workers."""
@@ -335,7 +344,7 @@ class MemoryStore:
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""
         with self._db.lock:
-            self._disown([key for key in run_keys if self._heads[key].owner == worker_key])
+            self._disown([key for key in run_keys if key in self._heads and self._heads[key].owner == worker_key])
 
     async def owned(self, worker_key: int) -> list[int]:
         """What a worker owns."""

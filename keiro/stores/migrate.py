@@ -130,7 +130,8 @@ def must_upgrade(state: State, target: str, mode: Mode) -> bool:
         case Behind(revision) if mode == "verify":
             found = "has no tables of keiro" if revision is None else f"is at revision {revision}"
             raise MigrationRequired(
-                f"{target} {found} and this keiro needs revision {HEAD}: run `keiro migrate --url {target}`."
+                f"{target} {found} and this keiro needs revision {HEAD}: run `keiro migrate --url {target}`, or "
+                "open it once with Engine(..., migrate=True)."
             )
         case Behind():
             return True

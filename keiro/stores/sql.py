@@ -43,6 +43,8 @@ _INTEGERS: Final = frozenset(
     for i, name in enumerate(RUN_COLUMNS)
     if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
 )
+MOST_KEYS: Final = 10_000
+"""Of so many runs a statement speaks at most: Postgres takes 65 535 parameters, SQLite 32 766."""
 _STATUSES: Final = frozenset(Status)
 _SEALED: Final = frozenset(i for i, name in enumerate(RUN_COLUMNS) if name in PAYLOAD_COLUMNS)
 
@@ -321,11 +323,12 @@ class Sql:
 
     def release(self, worker_key: int, run_keys: Sequence[int]) -> Program[bool]:
         """Hand runs back."""
-        n = len(run_keys)
-        yield [
-            (_many(self.text.release_runs, "keys", n), (worker_key, *run_keys)),
-            (_many(self.text.release_heads, "keys", n), (worker_key, *run_keys)),
-        ]
+        for at in range(0, len(run_keys), MOST_KEYS):
+            keys = run_keys[at : at + MOST_KEYS]
+            yield [
+                (_many(self.text.release_runs, "keys", len(keys)), (worker_key, *keys)),
+                (_many(self.text.release_heads, "keys", len(keys)), (worker_key, *keys)),
+            ]
         return True
 
     def bury(self, worker: WorkerRow) -> Program[bool]:

@@ -577,7 +577,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], problem
 
 @pytest.mark.parametrize(
     "url",
-    [3, b"memory://", ".", "orders.db", "sqlite://", "sqlite:///", "sqlite://orders.db", "file:x", "sqlite:///a%00b",
+    ["", 3, b"memory://", ".", "orders.db", "sqlite://", "sqlite:///", "sqlite://orders.db", "file:x", "sqlite:///a%00b",
      "mysql://me:secret@host/db", "postgresql+psycopg://me:sec@ret/x@host/db", "sqlite//:secret@x"],
 )  # fmt: skip
 def test_a_url_that_leads_nowhere_is_refused_and_its_password_not_repeated(url: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,56 @@ async def test_wf_81_a_step_does_not_begin_under_a_lease_that_could_not_be_renew
         assert await handle.result() == ["done", "next"]
         assert calls == ["too long", "next"]
         assert await failures(handle) == []
+
+
+async def test_wf_80_a_lease_is_renewed_while_a_step_blocks_the_event_loop(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WF-80: else two workers would take the run from each other for ever, and never record the step."""
+    monkeypatch.setattr(workers, "BLOCKED_S", 0.05)
+
+    @keiro.workflow
+    async def blocks(run: keiro.WorkflowRun) -> list[str]:
+        return [await run.step(blocking), await run.step(note, "next")]
+
+    async def blocking() -> str:
+        calls.append("blocking")
+        worker = worker_of(engine)
+        monkeypatch.setattr(workers, "RENEW_MS", 50)
+        before, until = worker._renewed_at, time.monotonic() + 60
+        while len(told) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert worker._renewed_at > before
+        monkeypatch.setattr(workers, "RENEW_MS", 86_400_000)
+        return "done"
+
+    async with make_engine(blocks) as engine:
+        told = reported(engine)
+        lease = (await own_row(engine)).lease_expires_at_ms
+        assert await engine.execute(blocks, id="a") == ["done", "next"]
+        assert (await own_row(engine)).lease_expires_at_ms > lease
+        assert calls == ["blocking", "next"]
+        assert set(told) == {("loop_blocked", "")}
+
+
+async def test_a_lease_that_another_ended_is_not_renewed_behind_a_blocked_loop(make_engine: MakeEngine) -> None:
+    """WF-81: whoever was buried finds that out when the loop goes on, and does nothing until then."""
+    async with make_engine(worker=False) as engine, make_engine(worker=False) as other:
+        await other.store.bury(await own_row(engine))
+        tables = engine.store.run_tables()
+        assert not tables.renew(worker_of(engine).key, engine.store.now_ms())
+        tables.close()
+
+
+async def test_any_number_of_runs_is_handed_back(make_engine: MakeEngine) -> None:
+    """WF-75: more than a statement takes parameters."""
+    async with make_engine(held_workflow) as engine:
+        handle = await engine.start(held_workflow, id="a")
+        await gate["entered"].wait()
+        run_key = (await handle.run()).run_key
+        await engine.store.release(worker_of(engine).key, [*range(10**9, 10**9 + 70_000), run_key])
+        assert await handle.status() == "pending"
+        gate["go"].set()
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
@@ -506,12 +557,14 @@ async def test_no_run_is_driven_that_was_claimed_by_an_incarnation_that_is_over(
     engine = make_engine(held_workflow)
     history = engine.store.history
     adopted: list[str] = []
+    read = asyncio.Event()
 
     async def meanwhile(*args: Any, **kwargs: Any) -> Any:
         engine.store.history = history  # type: ignore[method-assign]
         found = await history(*args, **kwargs)
         worker_of(engine)._renewed_at -= SEAL_MS
         assert not worker_of(engine).holds()
+        read.set()
         return found
 
     adopt = engine.adopt
@@ -522,10 +575,27 @@ async def test_no_run_is_driven_that_was_claimed_by_an_incarnation_that_is_over(
 
     engine.store.history, engine.adopt = meanwhile, adopting  # type: ignore[method-assign]
     async with engine:
-        while engine.store.history is not history:
-            await asyncio.sleep(0)
+        await read.wait()
         for _ in range(20):
             await asyncio.sleep(0)
         assert adopted == [] and calls == []
         await worker_of(engine)._renew()
         assert await engine.handle(handle.run_id).result() == ["before", "held", "after"]
+
+
+async def test_a_renewal_that_comes_too_late_for_the_seal_begins_a_new_incarnation(make_engine: MakeEngine) -> None:
+    """WF-81: what was sealed while the renewal was under way is not left to wait for the next one."""
+    gate["go"].set()
+    async with make_engine(held_workflow) as engine:
+        worker, renew = worker_of(engine), engine.store.renew
+
+        async def late(key: int) -> bool:
+            renewed = await renew(key)
+            worker._renewed_at -= SEAL_MS
+            assert not worker.holds()
+            return renewed
+
+        engine.store.renew = late  # type: ignore[method-assign]
+        await worker._renew()
+        assert worker.holds()
+        assert await engine.execute(held_workflow, id="a") == ["before", "held", "after"]

@@ -361,6 +361,7 @@ class Wrong(Totals):
         ("mode", "sometimes", "'inline' or 'follow'"),
         ("store", "disk", "'memory'"),
         ("topics", "WorkflowStarted", "tuple of names"),
+        ("topics", ("StepsRecorded",), "no event has the topic 'StepsRecorded'"),
     ],
 )
 def test_a_projection_that_cannot_work_is_refused(
