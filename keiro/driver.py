@@ -85,6 +85,12 @@ class Host(Protocol):
         """Tell operators something they should know."""
 
 
+class Handle(Protocol):
+    """Who is told of the end of a run that it started."""
+
+    ended: Run | None
+
+
 class Strand:
     """One asyncio task of a run: where it stands in time and in its own stream of random numbers.
 
@@ -130,6 +136,7 @@ class Driver:
         "_version",
         "draining",
         "epoch",
+        "handle",
         "host",
         "lost",
         "over",
@@ -149,6 +156,7 @@ class Driver:
         self.sealed = False
         self.over = False
         self.draining: asyncio.Event | None = None
+        self.handle: Callable[[], Handle | None] | None = None  # a weak reference to that of its start
         self._in_flight = 0
         self._called = 0
         self._begun = 0

@@ -10,6 +10,7 @@ from asyncio import Future
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
+from weakref import ref
 
 import msgspec
 from msgspec import Raw
@@ -275,7 +276,10 @@ class Engine:
                 )
             case _:
                 raise KeiroError(f"starting {command.run_id} was answered with {outcome!r}")
-        return Handle(self, run.run_id, definition)
+        handle = Handle(self, run.run_id, definition)
+        if (driver := self._resident.get(run.run_id)) is not None:
+            driver.handle = ref(handle)
+        return handle
 
     async def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
         """Start a run (or find the one that exists) and wait for its result."""
@@ -438,10 +442,12 @@ class Engine:
 
     # Waiting for ends
 
-    async def wait_ended(self, run_id: str, timeout: float | None = None) -> Run:
+    async def wait_ended(self, run_id: str, timeout: float | None = None, known: Run | None = None) -> Run:
         """The row of a run once it has ended. Raises `TimeoutError` after `timeout` seconds, `RunNotFound`."""
         self._opened()
         timeout = patience(timeout, "result(timeout=...)")
+        if known is not None and known.status == Status.COMPLETED:  # one that failed may have been resurrected
+            return known
         future: Future[Run] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(run_id, set())
         waiting.add(future)
@@ -482,6 +488,9 @@ class Engine:
             self.report("store_back", "")
         for run in changed:
             if run.terminal:
+                driver = self._resident.get(run.run_id)
+                if driver is not None and driver.handle is not None and (handle := driver.handle()) is not None:
+                    handle.ended = run
                 for future in self._waiting.get(run.run_id, ()):
                     if not future.done():
                         future.set_result(run)
@@ -590,12 +599,13 @@ class Engine:
 class Handle:
     """A run, seen from outside."""
 
-    __slots__ = ("_engine", "_workflow", "run_id")
+    __slots__ = ("__weakref__", "_engine", "_workflow", "ended", "run_id")
 
     def __init__(self, engine: Engine, run_id: str, workflow: Workflow | None) -> None:
         self._engine = engine
         self._workflow = workflow
         self.run_id = run_id
+        self.ended: Run | None = None  # the row, where this process drove the run to its end
 
     async def result(self, timeout: float | None = None) -> Any:
         """What the body returned, read from the journal: it is never run again for it.
@@ -603,7 +613,7 @@ class Handle:
         Raises `WorkflowFailed` (the original exception is its `__cause__`) or `WorkflowCancelled` if the run ended so,
         `TimeoutError` after `timeout` seconds, `RunNotFound`.
         """
-        run = await self._engine.wait_ended(self.run_id, timeout)
+        run = await self._engine.wait_ended(self.run_id, timeout, self.ended)
         if run.status == Status.COMPLETED:
             assert run.result_json is not None
             raw = run.result_json.encode()

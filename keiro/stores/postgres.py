@@ -115,8 +115,9 @@ def _batch_sql(starts: bool, rows: bool) -> str:
         n += len(columns)
         ctes.append(
             f"r AS (UPDATE keiro.keiro_runs r SET {', '.join(f'{c} = t.{c}' for c in MUTABLE)}"
-            f" FROM unnest({arrays}) AS t({', '.join(columns)}) JOIN u ON u.run_key = t.run_key"
-            " WHERE r.run_key = t.run_key)"
+            f" FROM unnest({arrays}) AS t({', '.join(columns)})"
+            # IS TRUE makes it a look into a hash: joined, every row of `t` would be held against every one of `u`.
+            " WHERE r.run_key = t.run_key AND (t.run_key IN (SELECT run_key FROM u)) IS TRUE)"
         )
     if starts:
         columns = list(_BIRTH_COLUMNS)

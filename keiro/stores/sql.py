@@ -123,10 +123,11 @@ class Tables:
         self.delete_worker = (
             f"DELETE FROM {workers} WHERE worker_key = ? AND lease_expires_at_ms = ? RETURNING worker_key"
         )
-        self.orphan_runs = (
-            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running'"
-            f" AND run_key IN (SELECT run_key FROM {heads} WHERE owner = ?)"
-        )
+        # Postgres would rather read the whole table for the running ones than look those few up, but not from an array.
+        among = "= ANY (ARRAY({found}))" if schema else "IN ({found})"
+        among = among.format(found=f"SELECT run_key FROM {heads} WHERE {{which}}")
+        of_heads = f"UPDATE {runs} SET status = 'pending' WHERE status = 'running' AND run_key {among}"
+        self.orphan_runs = of_heads.format(which="owner = ?")
         # A new epoch, so that nothing the dead owner still has under way can ever match again.
         self.orphan_heads = f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ?"
         due = "(r.next_attempt_at_ms IS NULL OR r.next_attempt_at_ms <= ?)"
@@ -150,19 +151,13 @@ class Tables:
             f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
         )
         self.owned = f"SELECT run_key FROM {heads} WHERE owner = ?"
-        self.release_runs = (
-            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running' AND run_key IN"
-            f" (SELECT run_key FROM {heads} WHERE owner = ? AND run_key IN ({{keys}}))"
-        )
+        self.release_runs = of_heads.format(which="owner = ? AND run_key IN ({keys})")
         self.release_heads = (
             f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ? AND run_key IN ({{keys}})"
         )
         # Runs born owned by a worker that was buried meanwhile would belong to nobody for ever.
         nobody = f"owner IS NOT NULL AND owner NOT IN (SELECT worker_key FROM {workers})"
-        self.adopt_runs = (
-            f"UPDATE {runs} SET status = 'pending' WHERE status = 'running'"
-            f" AND run_key IN (SELECT run_key FROM {heads} WHERE {nobody})"
-        )
+        self.adopt_runs = of_heads.format(which=nobody)
         self.adopt_heads = f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE {nobody} RETURNING run_key"
         self.ended = (
             f"SELECT {run} FROM {runs} r"
