@@ -1,9 +1,8 @@
 """The store in one SQLite file, shared by any number of processes on a host.
 
 Commits run on the event-loop thread, one transaction per loop tick: a hop to a thread would cost more than the commit
-and
-could starve behind a busy loop. When another process holds the write lock the flush is scheduled again; the loop never
-blocks on it.
+and could starve behind a busy loop. When another process holds the write lock the flush is scheduled again; the loop
+never blocks on it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import asyncio
 import os
 import sqlite3
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -381,9 +381,14 @@ class SQLiteStore:
             await asyncio.sleep(BUSY_RETRY_S)
 
     def _select(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        with self._reading():
+            return self._conn.execute(sql, values).fetchall()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         self._check_place()
         try:
-            return self._conn.execute(sql, values).fetchall()
+            yield
         except sqlite3.Error as error:
             raise sqlite_fault(error, self.path) from error
 
@@ -459,16 +464,18 @@ class SQLiteStore:
     async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
         """The events of runs."""
         unseal = self._sql.unseal
-        # SQLite gives values as the journal has them, and this is what a replay waits for: no conversions.
-        return {
-            key: [
-                Stored(position, run_key, version, event_id, topic, unseal(payload), at_ms)
-                for position, run_key, version, event_id, topic, payload, at_ms in self._select(
-                    self._sql.text.history, (key, after)
-                )
-            ]
-            for key in run_keys
-        }
+        # SQLite gives values as the journal has them, and this is what a replay waits for: no conversions, and no list
+        # of rows beside that of the events.
+        with self._reading():
+            return {
+                key: [
+                    Stored(position, run_key, version, event_id, topic, unseal(payload), at_ms)
+                    for position, run_key, version, event_id, topic, payload, at_ms in self._conn.execute(
+                        self._sql.text.history, (key, after)
+                    )
+                ]
+                for key in run_keys
+            }
 
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events by position."""
