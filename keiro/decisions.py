@@ -1,20 +1,36 @@
-"""What each command does, given the loaded state: pure functions, the only place these rules are written.
+"""What each command does, given the loaded state: pure generators, the only place these rules are written.
 
-A command is data. A decision is its outcome together with the events and rows to write; stores write them and decide
-nothing. The same functions run under the store's lock and, ahead of it, on what the owner of a run holds in memory:
-there the store only checks that the memory was current.
+A command is data. Its decision asks for what it must know, one `Need` after the other, and ends with an outcome and
+the events to write, of one run or of several; stores load and write, and decide nothing. The fold that a decision
+makes of a run's row is also made ahead of it, by the owner of the run in memory: there the store only checks that the
+memory was current.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from collections.abc import Generator, Iterator
+from typing import Any, Final, TypeAlias
 
 import msgspec
+from msgspec import Raw
 from msgspec.structs import replace
 
-from keiro.events import Event, WorkflowRetried, WorkflowStarted
+from keiro.events import (
+    Event,
+    StepRecorded,
+    StepRetracted,
+    WorkflowCancelled,
+    WorkflowResurrected,
+    WorkflowRetried,
+    WorkflowStarted,
+)
+from keiro.failures import Failure
+from keiro.identity import StepIds, again, child_result_step, deferred_step
 from keiro.projections.runs import project
+from keiro.projections.waits import Change, Exit, changes, exit_of
 from keiro.rows import Head, Run, Status
+
+CANCELLED: Final = "__workflow_cancelled__"
 
 _encoder: Final = msgspec.json.Encoder()
 _sorted: Final = msgspec.json.Encoder(order="sorted").encode
@@ -46,8 +62,9 @@ class Append(msgspec.Struct, frozen=True):
     """Append events to an existing run.
 
     With `owner`, only if that worker owns the run in `epoch`. `expected` is the version the sender saw: the owner's is
-    a hint that saves the load; a stranger's (`owner` None) is a condition: no command of the aggregate came after it.
-    `run` is the owner's copy of the row after the events, where they change it.
+    a hint that saves the load, or with `exact` the only version it may be; a stranger's (`owner` None) is a condition:
+    no command of the aggregate came after it. `run` is the owner's copy of the row after the events, where they change
+    it. `alone` says that the events touch no row but those of the run itself.
     """
 
     run_id: str
@@ -58,9 +75,72 @@ class Append(msgspec.Struct, frozen=True):
     epoch: int = 0
     expected: int | None = None
     run: Run | None = None
+    exact: bool = False
+    alone: bool = True
 
 
-Command: TypeAlias = Start | Append
+class Deliver(msgspec.Struct, frozen=True):
+    """Record a step of the newest round of a lineage from outside: the completion of a deferred. `run_id` is round 0's.
+
+    With `secret`, only if that is the recorded result of the step `secret_step` in the round it was given in.
+    """
+
+    run_id: str
+    step: str
+    result: bytes
+    at_ms: int
+    secret: tuple[str, str] | None = None
+
+
+class Spawn(msgspec.Struct, frozen=True):
+    """Record in `parent`, fenced as any append of its owner, that it has the child that `start` creates."""
+
+    parent: Append
+    start: Start
+
+    @property
+    def run_id(self) -> str:
+        """The parent's."""
+        return self.parent.run_id
+
+
+class Rotate(msgspec.Struct, frozen=True):
+    """End a round, fenced as any append of its owner, and begin the next one; what deferreds were completed with and
+    the body did not take (`consumed` are those it took) is carried over."""
+
+    ending: Append
+    start: Start
+    consumed: frozenset[str] = frozenset()
+
+    @property
+    def run_id(self) -> str:
+        """The ending round's."""
+        return self.ending.run_id
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Cancel the newest round of a lineage, and children of it that are to be cancelled with it."""
+
+    run_id: str
+    at_ms: int
+    reason: str | None = None
+
+
+class Resurrect(msgspec.Struct, frozen=True):
+    """Let a failed run go on."""
+
+    run_id: str
+    at_ms: int
+    reason: str | None = None
+
+
+class Retract(msgspec.Struct, frozen=True):
+    """Let what was recorded of a step of the newest round count no more."""
+
+    run_id: str
+    step: str
+    at_ms: int
+    reason: str | None = None
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -77,13 +157,43 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Loaded(msgspec.Struct):
-    """What a decision may look at: the row, the head, the stored event that has the command's own event id, and whether
-    an event of the user's aggregate came after the version the command expects."""
+    """What a decision is given of a run: the row, the head, the stored event that has the id asked for, and whether an
+    event of the user's aggregate came after the version asked about."""
 
     run: Run
     head: Head
     present: Stored | None = None
     overtaken: bool = False
+
+
+class One(msgspec.Struct, frozen=True):
+    """Asks for a run: answered with a `Loaded`, or None if there is no such run."""
+
+    run_id: str
+    event_id: bytes | None = None
+    after: int | None = None
+
+
+class Newest(msgspec.Struct, frozen=True):
+    """Asks for the newest round of a lineage, by the run id of round 0: answered as `One`."""
+
+    lineage_id: str
+
+
+class Completions(msgspec.Struct, frozen=True):
+    """Asks for what deferreds of a round were completed with: answered with (name, JSON) pairs."""
+
+    run_id: str
+
+
+class Children(msgspec.Struct, frozen=True):
+    """Asks for the round 0 of each child of a lineage that has not ended: answered with rows."""
+
+    lineage_id: str
+
+
+Need: TypeAlias = One | Newest | Completions | Children
+Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract
 
 
 class Appended(msgspec.Struct, frozen=True):
@@ -122,7 +232,7 @@ class FenceLost(msgspec.Struct, frozen=True):
 
 
 class VersionConflict(msgspec.Struct, frozen=True):
-    """A command of the aggregate came after what the sender saw; the run is at `version` now; nothing was written."""
+    """Something came after what the sender saw; the run is at `version` now; nothing was written."""
 
     version: int
 
@@ -131,46 +241,109 @@ class UnknownRun(msgspec.Struct, frozen=True):
     """No run has this id; nothing was written, nothing is created."""
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """The command contradicts what is there, for the reason given; nothing was written."""
+
+    reason: str
+
+
 Outcome: TypeAlias = (
-    Appended | AlreadyPresent | Existing | InputDiffers | RefusedTerminal | FenceLost | VersionConflict | UnknownRun
+    Appended
+    | AlreadyPresent
+    | Existing
+    | InputDiffers
+    | RefusedTerminal
+    | FenceLost
+    | VersionConflict
+    | UnknownRun
+    | Refused
 )
 
 
+class Write(msgspec.Struct, frozen=True):
+    """Events of one run, and its row and head after them. `before` is the row before, None for a run that is born."""
+
+    run_id: str
+    events: tuple[New, ...]
+    at_ms: int
+    before: Run | None
+    run: Run
+    head: Head
+
+    def changes(self) -> Iterator[Change]:
+        """The changes of other rows that the events bring about."""
+        for one in self.events:
+            yield from changes(self.run, one.event, self.at_ms)
+
+
 class Decision(msgspec.Struct, frozen=True):
-    """An outcome and what must be written with it, in one transaction. No events: nothing to write."""
+    """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
+    a run that its sender owns and may not know of: a start whose first answer was lost."""
 
     outcome: Outcome
-    run_id: str = ""
-    events: tuple[New, ...] = ()
-    at_ms: int = 0
-    before: Run | None = None
-    run: Run | None = None
-    head: Head | None = None
+    writes: tuple[Write, ...] = ()
+    found: Run | None = None
+
+    @property
+    def changed(self) -> list[Run]:
+        """The rows of runs that are not as they were."""
+        changed = [write.run for write in self.writes if write.run is not write.before]
+        return changed if self.found is None else [*changed, self.found]
+
+    @property
+    def touched(self) -> list[str]:
+        """The runs that others than their owners appended to."""
+        return [write.run_id for write in self.writes[1:] if write.before is not None]
 
 
-def decide(command: Command, loaded: Loaded | None) -> Decision:
-    """What `command` does to the run loaded as `loaded` (None: no such run)."""
+Deciding: TypeAlias = Generator[Need, Any, Decision]
+
+
+def decide(command: Command) -> Deciding:
+    """What `command` does: a generator of what it needs to know, whose value is the decision."""
     match command:
         case Start():
-            return _start(command, loaded)
+            return _start(command)
         case Append():
-            return _append(command, loaded)
+            return _append(command)
+        case Deliver():
+            return _deliver(command)
+        case Spawn():
+            return _spawn(command)
+        case Rotate():
+            return _rotate(command)
+        case Cancel():
+            return _cancel(command)
+        case Resurrect():
+            return _resurrect(command)
+        case Retract():
+            return _retract(command)
 
 
-def _start(command: Start, loaded: Loaded | None) -> Decision:
+def first_need(command: Command) -> Need:
+    """What the decision of `command` asks first, so that it can be loaded together with that of others."""
+    return next(decide(command))
+
+
+def _start(command: Start) -> Deciding:
     started = command.started.event
     assert isinstance(started, WorkflowStarted)
+    loaded: Loaded | None = yield One(command.run_id, command.started.event_id)
     if loaded is None:
-        run = born(command)
-        head = Head(run_key=0, version=1, owner=command.owner, epoch=0 if command.owner is None else 1)
-        return Decision(Appended(1, run), command.run_id, (command.started,), command.at_ms, None, run, head)
+        write = _birth(command)
+        return Decision(Appended(1, write.run), (write,))
     if loaded.present is not None:
         # Our own start, committed before its answer was lost: tell the sender as if it had been told then.
         mine = command.owner is not None and loaded.head.owner == command.owner and loaded.head.epoch == 1
-        return Decision(Appended(1, loaded.run), run=loaded.run if mine else None)
+        return Decision(Appended(1, loaded.run), found=loaded.run if mine else None)
     if same_json(loaded.run.input_json, bytes(started.input).decode()):
         return Decision(Existing(loaded.run))
     return Decision(InputDiffers(loaded.run))
+
+
+def _birth(command: Start) -> Write:
+    head = Head(run_key=0, version=1, owner=command.owner, epoch=0 if command.owner is None else 1)
+    return Write(command.run_id, (command.started,), command.at_ms, None, born(command), head)
 
 
 def born(command: Start) -> Run:
@@ -182,32 +355,264 @@ def born(command: Start) -> Run:
     return replace(run, status=Status.RUNNING, started_at_ms=command.at_ms)
 
 
-def _append(command: Append, loaded: Loaded | None) -> Decision:
+def _append(command: Append) -> Deciding:
+    after = command.expected if command.owner is None else None
+    loaded: Loaded | None = yield One(command.run_id, command.events[-1].event_id, after)
+    refused = _refused(command, loaded)
+    if refused is not None:
+        return Decision(refused)
+    assert loaded is not None
+    write = _write(loaded, command.events, command.at_ms)
+    writes = [write]
+    if write.run.terminal:
+        yield from _tell_parent(writes, write)
+    return Decision(Appended(write.head.version), tuple(writes))
+
+
+def _refused(command: Append, loaded: Loaded | None) -> Outcome | None:
     if loaded is None:
-        return Decision(UnknownRun())
+        return UnknownRun()
     run, head = loaded.run, loaded.head
     # The fence comes before everything else: a former owner must not be answered with its successor's work.
     if command.owner is not None and (head.owner != command.owner or head.epoch != command.epoch):
-        return Decision(FenceLost())
+        return FenceLost()
     if loaded.present is not None:
+        return AlreadyPresent(loaded.present)
+    if run.terminal:
+        return RefusedTerminal(run.status)
+    # Steps of the run do not change what a command was decided on; another command does.
+    if loaded.overtaken or (command.exact and head.version != command.expected):
+        return VersionConflict(head.version)
+    return None
+
+
+def _write(loaded: Loaded, events: tuple[New, ...], at_ms: int) -> Write:
+    run, head = loaded.run, loaded.head
+    after = fold(run, events, at_ms)
+    owner = None if releases(events, after) else head.owner
+    return Write(
+        run.run_id,
+        events,
+        at_ms,
+        run,
+        after,
+        Head(run_key=head.run_key, version=head.version + len(events), owner=owner, epoch=head.epoch),
+    )
+
+
+def _recorded(run: Run, step: str, result: bytes) -> Generator[Need, Any, tuple[Loaded, New | None]]:
+    """The event that records `step` of `run` from outside, None where it is recorded (`present`) and not retracted."""
+    ids = StepIds(run.workflow, run.key, run.round_ordinal)
+    retractions = 0
+    while True:
+        event_id = ids(again(step, retractions))
+        loaded: Loaded = yield One(run.run_id, event_id)
+        if loaded.present is None:
+            return loaded, new(StepRecorded(step=step, result=Raw(result)), event_id)
+        found: Loaded = yield One(run.run_id, ids(_retraction(step, retractions + 1)))
+        if found.present is None:
+            return loaded, None
+        retractions += 1
+
+
+def _retraction(step: str, number: int) -> str:
+    return f"__workflow_retracted__/{step}#{number}"
+
+
+def _tell_parent(writes: list[Write], ended: Write) -> Generator[Need, Any, None]:
+    """Record in the parent of a run that has ended how it ended: in the same transaction, whoever ended it."""
+    run = ended.run
+    if run.handoff_run_id is not None or run.parent_run_id is None:
+        return
+    if run.round_ordinal:
+        # The parent of a later round is the round before; who spawned the lineage is round 0's.
+        first: Loaded | None = yield One(run.lineage_id)
+        if first is None or first.run.parent_run_id is None:
+            return
+        run = first.run
+    assert run.parent_run_id is not None
+    parent: Loaded | None = yield Newest(run.parent_run_id)
+    if parent is None or parent.run.terminal or any(write.run_id == parent.run.run_id for write in writes):
+        return
+    payload = _encoder.encode(exit_of(ended.events[-1].event))
+    loaded, told = yield from _recorded(parent.run, child_result_step(run.key), payload)
+    if told is not None:
+        writes.append(_write(loaded, (told,), ended.at_ms))
+
+
+def _deliver(command: Deliver) -> Deciding:
+    newest: Loaded | None = yield Newest(command.run_id)
+    if newest is None:
+        return Decision(UnknownRun())
+    run = newest.run
+    if command.secret is not None:
+        step, secret = command.secret
+        ids = StepIds(run.workflow, run.key, run.round_ordinal)
+        loaded: Loaded = yield One(run.run_id, ids(step))
+        if loaded.present is None or _secret(loaded.present.payload) != secret:
+            return Decision(Refused("the token is of another round, or was never given out"))
+    loaded, event = yield from _recorded(run, command.step, command.result)
+    if event is None:
+        assert loaded.present is not None
         return Decision(AlreadyPresent(loaded.present))
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
-    # Steps of the run do not change what a command was decided on; another command does.
-    if command.owner is None and loaded.overtaken:
-        return Decision(VersionConflict(head.version))
-    after = fold(run, command.events, command.at_ms)
-    version = head.version + len(command.events)
-    owner = None if releases(command.events, after) else head.owner
-    return Decision(
-        Appended(version),
-        command.run_id,
-        command.events,
-        command.at_ms,
-        run,
-        after,
-        Head(run_key=head.run_key, version=version, owner=owner, epoch=head.epoch),
+    write = _write(loaded, (event,), command.at_ms)
+    return Decision(Appended(write.head.version), (write,))
+
+
+def _secret(payload: str) -> str | None:
+    found = msgspec.json.decode(payload).get("result")
+    return found if isinstance(found, str) else None
+
+
+def _spawn(command: Spawn) -> Deciding:
+    append, start = command.parent, command.start
+    parent: Loaded | None = yield One(append.run_id, append.events[-1].event_id)
+    refused = _refused(append, parent)
+    if refused is not None:
+        return Decision(refused)
+    assert parent is not None
+    lineage = parent.run.lineage_id
+    if start.run_id == lineage:
+        return Decision(Refused(f"{lineage} cannot be a child of itself"))
+    child: Loaded | None = yield One(start.run_id)
+    if child is None:
+        birth = _birth(start)
+        write = _write(parent, append.events, append.at_ms)
+        return Decision(Appended(write.head.version), (write, birth))
+    started = start.started.event
+    assert isinstance(started, WorkflowStarted)
+    linked = child.run.parent_run_id
+    if linked not in (None, lineage):
+        return Decision(Refused(f"{start.run_id} is a child of {linked}"))
+    if not same_json(child.run.input_json, bytes(started.input).decode()):
+        return Decision(Refused(f"{start.run_id} exists and was started with another input"))
+    newest: Loaded = yield Newest(start.run_id)
+    if not newest.run.terminal:
+        if linked is None:
+            return Decision(Refused(f"{start.run_id} was started on its own and has not ended"))
+        write = _write(parent, append.events, append.at_ms)
+        return Decision(Appended(write.head.version), (write,))
+    # It has ended: nobody will tell this round of the parent, so it is told now.
+    _, told = yield from _recorded(parent.run, child_result_step(child.run.key), _encoder.encode(_ended(newest.run)))
+    write = _write(parent, append.events if told is None else (*append.events, told), append.at_ms)
+    return Decision(Appended(write.head.version), (write,))
+
+
+def _ended(run: Run) -> Exit:
+    """How a run ended, from its row."""
+    if run.status == Status.COMPLETED:
+        assert run.result_json is not None
+        return Exit(ok=Raw(run.result_json.encode()))
+    if run.status == Status.FAILED:
+        assert run.failure_json is not None
+        return Exit(failed=msgspec.json.decode(run.failure_json, type=Failure))
+    return Exit(cancelled=None)
+
+
+def _rotate(command: Rotate) -> Deciding:
+    ending, start = command.ending, command.start
+    loaded: Loaded | None = yield One(ending.run_id, ending.events[-1].event_id)
+    refused = _refused(ending, loaded)
+    if refused is not None:
+        return Decision(refused)
+    assert loaded is not None
+    carried: list[tuple[str, str]] = yield Completions(ending.run_id)
+    end, birth = _write(loaded, ending.events, ending.at_ms), _birth(start)
+    ids = StepIds(birth.run.workflow, birth.run.key, birth.run.round_ordinal)
+    over = tuple(
+        new(StepRecorded(step=deferred_step(name), result=Raw(exit_json.encode())), ids(deferred_step(name)))
+        for name, exit_json in carried
+        if name not in command.consumed
     )
+    head = replace(birth.head, version=1 + len(over))
+    return Decision(Appended(end.head.version, birth.run), (end, replace(birth, events=birth.events + over, head=head)))
+
+
+def _cancel(command: Cancel) -> Deciding:
+    newest: Loaded | None = yield Newest(command.run_id)
+    if newest is None:
+        return Decision(UnknownRun())
+    if newest.run.terminal:
+        return Decision(RefusedTerminal(newest.run.status))
+
+    def cancelled(loaded: Loaded) -> Write:
+        event = WorkflowCancelled(reason=command.reason)
+        return _write(loaded, (new(event, _ids_of(loaded.run)(CANCELLED)),), command.at_ms)
+
+    writes = [cancelled(newest)]
+    yield from _tell_parent(writes, writes[0])
+    todo = [newest.run.lineage_id]
+    seen = set(todo)
+    while todo:
+        below: list[Run] = yield Children(todo.pop())
+        for child in below:
+            if child.on_cancel != "detach" and child.run_id not in seen:
+                seen.add(child.run_id)
+                todo.append(child.run_id)
+                last: Loaded = yield Newest(child.run_id)
+                if not last.run.terminal:
+                    writes.append(cancelled(last))
+    return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+def _resurrect(command: Resurrect) -> Deciding:
+    newest: Loaded | None = yield Newest(command.run_id)
+    if newest is None:
+        return Decision(UnknownRun())
+    run = newest.run
+    if run.status != Status.FAILED:
+        return Decision(RefusedTerminal(run.status))
+    event = WorkflowResurrected(reason=command.reason)
+    write = _write(newest, (new(event, _fresh(newest, "__workflow_resurrected__")),), command.at_ms)
+    writes = [write]
+    first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
+    if first is not None and first.run.parent_run_id is not None:
+        # What the parent was told of the failure counts no more, or it would fail of it again.
+        parent: Loaded | None = yield Newest(first.run.parent_run_id)
+        if parent is not None and parent.run.status not in (Status.COMPLETED, Status.CANCELLED):
+            yield from _retracted(writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected")
+    return Decision(Appended(write.head.version, write.run), tuple(writes))
+
+
+def _retract(command: Retract) -> Deciding:
+    newest: Loaded | None = yield Newest(command.run_id)
+    if newest is None:
+        return Decision(UnknownRun())
+    if newest.run.status in (Status.COMPLETED, Status.CANCELLED):
+        return Decision(RefusedTerminal(newest.run.status))
+    if newest.head.owner is not None:
+        return Decision(Refused("a worker drives the run: what its body has seen cannot be taken back"))
+    writes: list[Write] = []
+    yield from _retracted(writes, newest.run, command.step, command.at_ms, command.reason)
+    if not writes:
+        return Decision(Refused(f"no step {command.step!r} is recorded"))
+    return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+def _retracted(writes: list[Write], run: Run, step: str, at_ms: int, reason: str | None) -> Generator[Need, Any, None]:
+    ids = _ids_of(run)
+    number = 0
+    while True:
+        recorded: Loaded = yield One(run.run_id, ids(again(step, number)))
+        if recorded.present is None:
+            return
+        number += 1
+        loaded: Loaded = yield One(run.run_id, ids(_retraction(step, number)))
+        if loaded.present is None:
+            event = new(StepRetracted(step=step, reason=reason), ids(_retraction(step, number)))
+            writes.append(_write(loaded, (event,), at_ms))
+            return
+
+
+def _ids_of(run: Run) -> StepIds:
+    return StepIds(run.workflow, run.key, run.round_ordinal)
+
+
+def _fresh(loaded: Loaded, what: str) -> bytes:
+    # One that may come again has an id of its own each time, and the same one each time it is decided.
+    return _ids_of(loaded.run)(f"{what}#{loaded.head.version}")
 
 
 def fold(run: Run, events: tuple[New, ...], at_ms: int) -> Run:
@@ -220,8 +625,8 @@ def fold(run: Run, events: tuple[New, ...], at_ms: int) -> Run:
 
 
 def releases(events: tuple[New, ...], after: Run) -> bool:
-    """Whether the owner gives the run up with these events: it has ended, or waits for its next attempt."""
-    return after.terminal or isinstance(events[-1].event, WorkflowRetried)
+    """Whether the owner gives the run up with these events: it has ended, is parked, or waits for its next attempt."""
+    return after.terminal or after.status == Status.SUSPENDED or isinstance(events[-1].event, WorkflowRetried)
 
 
 def same_json(left: str, right: str) -> bool:

@@ -481,7 +481,7 @@ class Engine:
 
     # What the store and the worker tell
 
-    def committed(self, changed: Sequence[Run]) -> None:
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
         """A commit of this process: resolve who waits for the end of a run, wake the claims for what is pending."""
         if self._outage.away:
             self._outage.away = False

@@ -120,12 +120,42 @@ class AttemptFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
     inputs_digest: str | None = None
 
 
+class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something a parked run waits for: `step` is the name that will be recorded when it comes, `due_at_ms` the time
+    by which it comes at the latest, in milliseconds since the epoch."""
+
+    kind: str
+    """`sleep`, `deferred`, `child`, `until` or `retry`."""
+    step: str
+    due_at_ms: int | None = None
+
+
+class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The run is parked (`suspended`, with what it waits for), or a clock of it was set (`clock_scheduled`)."""
+
+    TOPIC: ClassVar[str] = "StateChanged"
+
+    state: str
+    waits: tuple[Wait, ...] = ()
+
+
+class StepRetracted(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """What was recorded of a step counts no more: it runs again, or is waited for again."""
+
+    TOPIC: ClassVar[str] = "StepRetracted"
+
+    step: str
+    reason: str | None = None
+
+
 class WorkflowCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The body returned `result`."""
+    """The body returned `result`, or handed off to the next round."""
 
     TOPIC: ClassVar[str] = "WorkflowCompleted"
 
-    result: Raw
+    result: Raw = Raw(b"null")
+    handoff: str | None = None
+    """The run id of the next round."""
 
 
 class WorkflowFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -150,6 +180,14 @@ class WorkflowCancelled(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The run was cancelled; it records nothing more."""
 
     TOPIC: ClassVar[str] = "WorkflowCancelled"
+
+    reason: str | None = None
+
+
+class WorkflowResurrected(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """A failed run goes on: what was recorded stays, steps that failed for good get another chance."""
+
+    TOPIC: ClassVar[str] = "WorkflowResurrected"
 
     reason: str | None = None
 
@@ -183,10 +221,13 @@ ENGINE_EVENTS: Final[dict[str, type[Event]]] = {
         StepRecorded,
         AttemptStarted,
         AttemptFailed,
+        StateChanged,
+        StepRetracted,
         WorkflowCompleted,
         WorkflowFailed,
         WorkflowRetried,
         WorkflowCancelled,
+        WorkflowResurrected,
     )
 }
 TERMINAL: Final = frozenset((WorkflowCompleted.TOPIC, WorkflowFailed.TOPIC, WorkflowCancelled.TOPIC))

@@ -115,6 +115,31 @@ class StepIds:
         return (number & _FREE | _VERSION_5).to_bytes(16)
 
 
+def again(step: str, retractions: int) -> str:
+    """What the id of the record of `step` is derived from, after it was retracted so often."""
+    return f"{step}#retracted-{retractions}" if retractions else step
+
+
+def child_step(key: str) -> str:
+    """The step that a spawn records in the parent."""
+    return f"child:{key}"
+
+
+def child_result_step(key: str) -> str:
+    """The step that the end of a child records in its parent."""
+    return f"child:{key}:result"
+
+
+def deferred_step(name: str) -> str:
+    """The step that the completion of a deferred records."""
+    return f"awk:{name}"
+
+
+def token_step(name: str) -> str:
+    """The step that records the token of a deferred."""
+    return f"awkid:{name}"
+
+
 def sleep_id(workflow: str, key: str, round: int, step: str) -> uuid.UUID:
     """The id of a sleep's clock; round 0 keeps the form without a round."""
     middle = f"{round}:" if round else ""

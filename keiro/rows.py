@@ -53,6 +53,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     waiting_token: str | None = None
     deadline_at_ms: int | None = None
     cancel_requested_at_ms: int | None = None
+    handoff_run_id: str | None = None
+    """The next round, where this one has handed off to it."""
 
     @property
     def terminal(self) -> bool:

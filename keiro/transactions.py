@@ -74,16 +74,16 @@ class Transactions:
         open_one = self._found(connection)
         if open_one is not None:
             held = self._gate is not None and self._gate.held
-            outcome, changed = await open_one.joined.submit(command, memory=held)
+            decision = await open_one.joined.submit(command, memory=held)
             add: Callable[[Callable[[], object]], object] | None = open_one.on_commit
         else:
             # Before the command, so that a savepoint that takes it back is heard of.
             watch = watched(connection, self._failed)
-            outcome, changed = await self._store.join(connection).submit(command)
+            decision = await self._store.join(connection).submit(command)
             add = None if watch is None else watch.add
-        if add is not None and changed:
+        if add is not None and decision.writes:
             add(self._tell)
-        return outcome
+        return decision.outcome
 
     def _found(self, connection: Any) -> Transaction | None:
         open_one = connection if isinstance(connection, Transaction) else self._open.get(_identity(connection))

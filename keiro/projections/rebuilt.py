@@ -42,6 +42,9 @@ def mended(kept: Run, folded: Run | None, owned: bool) -> Run:
     """The kept row as it should be; equal to it where it is right. `owned`: a worker drives the run."""
     if folded is None:
         return kept
+    if folded.status == Status.SUSPENDED and (owned or kept.status == Status.PENDING):
+        # A claim of what was due woke it, which no event tells.
+        folded = replace(folded, status=Status.PENDING, wake_at_ms=None, waiting_reason=None, waiting_token=None)
     return replace(
         folded,
         run_key=kept.run_key,

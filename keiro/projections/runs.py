@@ -13,9 +13,13 @@ from msgspec.structs import replace
 
 from keiro.events import (
     Event,
+    StateChanged,
+    StepRecorded,
+    StepRetracted,
     WorkflowCancelled,
     WorkflowCompleted,
     WorkflowFailed,
+    WorkflowResurrected,
     WorkflowRetried,
     WorkflowStarted,
 )
@@ -46,7 +50,8 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
                 deadline_at_ms=event.deadline_at_ms,
             )
         case WorkflowCompleted() if run is not None:
-            return _ended(run, Status.COMPLETED, at_ms, result_json=bytes(event.result).decode())
+            after = _ended(run, Status.COMPLETED, at_ms, result_json=bytes(event.result).decode())
+            return after if event.handoff is None else replace(after, handoff_run_id=event.handoff)
         case WorkflowFailed() if run is not None:
             return _ended(run, Status.FAILED, at_ms, failure_json=_encode(event.failure).decode())
         case WorkflowCancelled() if run is not None:
@@ -59,8 +64,48 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
                 next_attempt_at_ms=event.next_attempt_at_ms,
                 failure_json=_encode(event.failure).decode(),
             )
+        case StateChanged(state="suspended") if run is not None:
+            return _suspended(run, event)
+        case WorkflowResurrected() if run is not None:
+            return replace(
+                run, status=Status.PENDING, attempts=0, finished_at_ms=None, failure_json=None, result_json=None
+            )
+        case _ if run is not None and run.status == Status.SUSPENDED and _wakes(run, event):
+            return replace(run, status=Status.PENDING, **_NO_WAIT)
         case _:
             return run
+
+
+def claimed(run: Run, now_ms: int) -> Run:
+    """The row of a run that a worker has just claimed."""
+    return replace(
+        run,
+        status=Status.RUNNING,
+        started_at_ms=now_ms if run.started_at_ms is None else run.started_at_ms,
+        next_attempt_at_ms=None,
+        **_NO_WAIT,
+    )
+
+
+_NO_WAIT: Final[dict[str, None]] = {"wake_at_ms": None, "waiting_reason": None, "waiting_token": None}
+
+
+def _suspended(run: Run, event: StateChanged) -> Run:
+    dues = [wait.due_at_ms for wait in event.waits if wait.due_at_ms is not None]
+    # One that listens to commands shows, because a command looks for it; else the first that was begun.
+    shown = next((wait for wait in event.waits if wait.kind == "until"), event.waits[0])
+    return replace(
+        run,
+        status=Status.SUSPENDED,
+        wake_at_ms=min(dues, default=None),
+        waiting_reason=shown.kind,
+        waiting_token=shown.step,
+    )
+
+
+def _wakes(run: Run, event: Event) -> bool:
+    """Whether something a parked run may wait for has come: what others record, and the commands it listens to."""
+    return isinstance(event, StepRecorded | StepRetracted) or (":" in event.TOPIC and run.waiting_reason == "until")
 
 
 def _ended(
@@ -73,7 +118,5 @@ def _ended(
         result_json=result_json,
         failure_json=failure_json,
         next_attempt_at_ms=None,
-        wake_at_ms=None,
-        waiting_reason=None,
-        waiting_token=None,
+        **_NO_WAIT,
     )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from keiro.decisions import Command, Outcome, Stored
+from keiro.decisions import Append, Command, Decision, Outcome, Spawn, Start, Stored
 from keiro.errors import StoreUnavailable
+from keiro.events import WorkflowStarted
 from keiro.rows import Head, Run
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class WorkerRow(msgspec.Struct, frozen=True):
 class Listener(Protocol):
     """What an engine wants to hear from its store, on the event-loop thread."""
 
-    def committed(self, changed: Sequence[Run]) -> None:
-        """A transaction of this process committed; these rows of `keiro_runs` changed. Called once per commit."""
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+        """A transaction of this process committed; these rows of `keiro_runs` changed, and to the runs `touched` others
+        than their owners appended. Called once per commit."""
 
     def woken(self) -> None:
         """Another process committed something, or may have."""
@@ -153,6 +155,11 @@ class Store(Protocol):
         """Make pending every run whose owner is no listed worker; whether there were any."""
 
 
+def published(decisions: Sequence[Decision]) -> tuple[list[Run], list[str]]:
+    """What a listener is told of decisions that are committed."""
+    return [run for one in decisions for run in one.changed], [name for one in decisions for name in one.touched]
+
+
 def refused_when_closed(loop: AbstractEventLoop) -> Future[Outcome]:
     """The answer to a command that comes after `close`."""
     future: Future[Outcome] = loop.create_future()
@@ -186,6 +193,48 @@ class Pending:
         """Tell the sender that nothing was written."""
         if not self.future.done():
             self.future.set_exception(error)
+
+
+def known_and_left(batch: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+    """The commands of a batch whose senders know the state, and those that are left to be decided.
+
+    One of a run of which a command is left is left too: it must not overtake. So are appends whose version does not
+    follow from the one before.
+    """
+    known: list[Pending] = []
+    left: list[Pending] = []
+    behind: set[str] = set()
+    versions: dict[str, tuple[int, int | None, int]] = {}
+    for pending in batch:
+        command = pending.command
+        run_id = command.run_id
+        if isinstance(command, Append):
+            sure = command.owner is not None and command.expected is not None and command.alone
+            if sure and run_id not in behind:
+                assert command.expected is not None
+                seen = versions.get(run_id, (command.expected, command.owner, command.epoch))
+                if seen == (command.expected, command.owner, command.epoch):
+                    versions[run_id] = (command.expected + len(command.events), command.owner, command.epoch)
+                    known.append(pending)
+                    continue
+        elif isinstance(command, Start) and run_id not in behind and run_id not in versions and is_plain(command):
+            versions[run_id] = (-1, None, 0)
+            known.append(pending)
+            continue
+        behind.add(run_id)
+        if isinstance(command, Spawn):
+            behind.add(command.start.run_id)
+        left.append(pending)
+    return known, left
+
+
+def is_plain(command: Start) -> bool:
+    """Whether a run is born as most are: with no parent, in round 0."""
+    started = command.started.event
+    assert isinstance(started, WorkflowStarted)
+    return (
+        started.round == 0 and started.parent is None and started.attributes is None and started.deadline_at_ms is None
+    )
 
 
 class Queue:

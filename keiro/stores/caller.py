@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from keiro.decisions import Command, Outcome, Stored
+from keiro.decisions import Command, Decision, Stored
 from keiro.errors import InvalidCall, KeiroError, StoreBusy
 from keiro.rows import Head, Run
 from keiro.stores.faults import is_busy, postgres_fault, sqlite_fault
@@ -213,19 +213,18 @@ def in_savepoint(program: Program[T]) -> Program[T]:
 
 def command_program(
     sql: Sql, command: Command, lock: Statement | None, inline: Inline | None, *, memory: bool, hexed: bool
-) -> Program[tuple[Outcome, list[Run]]]:
-    """Take the journal's lock, execute the command and project; its outcome and the rows of runs that changed."""
+) -> Program[Decision]:
+    """Take the journal's lock, execute the command and project."""
     after = 0
     if lock is not None:
         yield [lock]
     if inline is not None:
         after = yield from inline.head()
-    executing = sql.execute(command)
-    outcome, decision = yield from (_hexed(executing) if hexed else executing)
-    if inline is not None and decision.events:
+    executing = sql.execute([command])
+    (decision,) = yield from (_hexed(executing) if hexed else executing)
+    if inline is not None and decision.writes:
         yield from inline.project(after, memory=memory)
-    changed = decision.run is not None and decision.run is not decision.before and decision.events
-    return outcome, [decision.run] if changed and decision.run is not None else []
+    return decision
 
 
 def _hexed(program: Program[T]) -> Program[T]:
@@ -296,7 +295,7 @@ class Joined:
         caller: Caller,
         sql: Sql,
         prepare: Callable[[Caller], Awaitable[None]],
-        program: Callable[[Command, bool], Program[tuple[Outcome, list[Run]]]],
+        program: Callable[[Command, bool], Program[Decision]],
         fault: Callable[[Exception], KeiroError],
     ) -> None:
         self.caller = caller
@@ -310,11 +309,9 @@ class Joined:
         before it reads what it will change."""
         await self._guarded(self._prepare(self.caller))
 
-    async def submit(self, command: Command, *, memory: bool = False) -> tuple[Outcome, list[Run]]:
-        """Execute a command; with `memory`, the gate of memory rows is held and they are folded too.
-
-        Returns the outcome and the rows of runs that change when the caller commits.
-        """
+    async def submit(self, command: Command, *, memory: bool = False) -> Decision:
+        """Execute a command; with `memory`, the gate of memory rows is held and they are folded too. What is decided
+        holds when the caller commits."""
         await self.begin()
         return await self._guarded(self.caller.run(in_savepoint(self._program(command, memory))))
 
@@ -438,7 +435,7 @@ def join_sqlite(connection: Any, path: str, sql: Sql, inline: Inline | None) -> 
         no_write = _NO_WRITE.format(heads=sql.text.heads)
         await lock_sqlite(caller, path, no_write if raw.in_transaction else "BEGIN IMMEDIATE")
 
-    def program(command: Command, memory: bool) -> Program[tuple[Outcome, list[Run]]]:
+    def program(command: Command, memory: bool) -> Program[Decision]:
         return command_program(sql, command, None, inline, memory=memory, hexed=False)
 
     def fault(error: Exception) -> KeiroError:
@@ -498,7 +495,7 @@ def join_postgres(
                 f"connection= leads to another database ({theirs[0]!r}) or server than the journal, which is {target}"
             )
 
-    def program(command: Command, memory: bool) -> Program[tuple[Outcome, list[Run]]]:
+    def program(command: Command, memory: bool) -> Program[Decision]:
         lock: Statement = (f"SELECT pg_advisory_xact_lock({lock_key})", ())
         return command_program(sql, command, lock, inline, memory=memory, hexed=True)
 

@@ -26,6 +26,10 @@ class Dialect(Protocol):
     """A 64-bit integer."""
     id: str
     """Text that identifies something: it compares and sorts by its bytes."""
+    now: str
+    """The time now, as a default of a `timestamp`."""
+    false: str
+    """The default of a column that is true or false."""
 
     def table(self, name: str) -> str:
         """The name of a table as statements must write it."""
@@ -45,6 +49,12 @@ class Dialect(Protocol):
     def json(self, column: str) -> str:
         """A column of JSON kept as the text it was given: a binary JSON type would write it anew."""
 
+    def jsonb(self, column: str) -> str:
+        """A column of JSON in the database's own form, where it has one."""
+
+    def timestamp(self, column: str) -> str:
+        """A time with its zone: text in ISO 8601, UTC, where the database has no such type."""
+
     def storage(self, **options: float) -> str:
         """Storage parameters that follow the closing bracket of CREATE TABLE."""
 
@@ -63,6 +73,8 @@ class SQLite:
     identity = "INTEGER PRIMARY KEY AUTOINCREMENT"
     bigint = "INTEGER"
     id = "TEXT"
+    now = "(strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'))"
+    false = "0"
 
     def table(self, name: str) -> str:
         """The plain name."""
@@ -92,6 +104,14 @@ class SQLite:
         """Text that parses."""
         return f"{column} TEXT CHECK ({column} IS NULL OR (typeof({column}) = 'text' AND json_valid({column})))"
 
+    def jsonb(self, column: str) -> str:
+        """Text that parses."""
+        return self.json(column)
+
+    def timestamp(self, column: str) -> str:
+        """Text."""
+        return f"{column} TEXT"
+
     def storage(self, **options: float) -> str:
         """SQLite has none."""
         return ""
@@ -114,6 +134,8 @@ class Postgres:
     identity = "BIGINT GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY"
     bigint = "BIGINT"
     id = 'TEXT COLLATE "C"'
+    now = "now()"
+    false = "false"
 
     def table(self, name: str) -> str:
         """The name within the schema, whatever the search path."""
@@ -138,6 +160,14 @@ class Postgres:
     def json(self, column: str) -> str:
         """The cast raises where the text does not parse; `IS JSON` would need Postgres 16."""
         return f"{column} TEXT CHECK ({column} IS NULL OR ({column}::json) IS NOT NULL)"
+
+    def jsonb(self, column: str) -> str:
+        """The type says it all."""
+        return f"{column} JSONB"
+
+    def timestamp(self, column: str) -> str:
+        """The type says it all."""
+        return f"{column} TIMESTAMPTZ"
 
     def storage(self, **options: float) -> str:
         """A WITH clause."""

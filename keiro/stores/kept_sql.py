@@ -11,7 +11,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from keiro.decisions import Append, Command
+from keiro.decisions import Append, Command, Start
 from keiro.errors import ProjectionFailed
 from keiro.events import Event
 from keiro.mapper import EventMapper
@@ -256,7 +256,12 @@ def _any_wanted(topics: frozenset[str] | None, commands: Iterable[Command]) -> b
     if topics is None:
         return True
     for command in commands:
-        events = command.events if isinstance(command, Append) else (command.started,)
+        if isinstance(command, Append) and command.alone:
+            events = command.events
+        elif isinstance(command, Start):
+            events = (command.started,)
+        else:
+            return True  # what it writes is not known before it is decided
         if any(one.event.TOPIC in topics for one in events):
             return True
     return False

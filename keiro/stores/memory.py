@@ -15,12 +15,29 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.decisions import (
+    Appended,
+    Children,
+    Command,
+    Completions,
+    Decision,
+    Loaded,
+    Need,
+    Newest,
+    One,
+    Outcome,
+    Stored,
+    Write,
+    decide,
+)
 from keiro.errors import InvalidCall, ProjectionFailed
 from keiro.events import Event
+from keiro.identity import RunId, parse_run_id
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
+from keiro.projections.runs import claimed
+from keiro.projections.waits import CHILDREN, DEFERREDS, Change, Forget, Put
 from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import (
@@ -31,6 +48,7 @@ from keiro.stores.base import (
     Pending,
     Queue,
     WorkerRow,
+    published,
     refused_when_closed,
     wall_ms,
 )
@@ -58,6 +76,9 @@ class Database:
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
+        self.last_rounds: dict[str, str] = {}
+        self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+        self.due: set[int] = set()
 
     def keep(self, run: Run) -> None:
         """Store a row."""
@@ -66,6 +87,39 @@ class Database:
             self.pending.add(run.run_key)
         else:
             self.pending.discard(run.run_key)
+        if run.status == Status.SUSPENDED and run.wake_at_ms is not None:
+            self.due.add(run.run_key)
+        else:
+            self.due.discard(run.run_key)
+
+    def change(self, change: Change) -> None:
+        """Change a row of `keiro.projections.waits`."""
+        rows = self.rows.setdefault(change.table, {})
+        if isinstance(change, Put):
+            rows.setdefault(tuple(change.key.values()), {**change.key, **change.values})
+            return
+        for key, row in list(rows.items()):
+            if any(row[name] != value for name, value in change.key.items()):
+                continue
+            if isinstance(change, Forget):
+                del rows[key]
+            elif change.unless_set is None or row[change.unless_set] is None:
+                row.update(change.values)
+
+    def claimable(self, now_ms: int, workflows: Sequence[str], limit: int) -> list[Run]:
+        """Pending runs that are due, and parked ones whose time has come; each gets half, however long the other is."""
+        waits = sorted(
+            (run.wake_at_ms or 0, key)
+            for key in self.due
+            if (run := self.runs[self.ids[key]]).workflow in workflows and (run.wake_at_ms or 0) <= now_ms
+        )
+        pending = [
+            run
+            for run in self.pending_runs()
+            if run.workflow in workflows and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
+        ]
+        due = [self.runs[self.ids[key]] for _, key in waits[: max(limit // 2, limit - len(pending))]]
+        return [*due, *pending][:limit]
 
     def renew(self, worker_key: int, now_ms: int) -> bool:
         """Extend a lease."""
@@ -143,21 +197,21 @@ class MemoryStore:
         return self._queue.put(command)
 
     def _flush(self) -> None:
-        changed: list[Run] = []
+        done: list[Decision] = []
         settled: list[tuple[Pending, Outcome]] = []
         with self._db.lock:
             for pending in self._queue.take():
-                decision = decide(pending.command, self._load(pending.command))
                 try:
-                    outcome = self._write(decision, changed) if decision.events else decision.outcome
+                    decision = self._write(self._decide(pending.command))
                 except ProjectionFailed as error:
                     pending.fail(error)
                     continue
-                settled.append((pending, outcome))
+                done.append(decision)
+                settled.append((pending, decision.outcome))
         for pending, outcome in settled:
             pending.settle(outcome)
         if settled:
-            self._publish(changed)
+            self._publish(*published(done))
 
     def run_tables(self) -> RunTables:
         """Access to runs from any thread."""
@@ -179,60 +233,88 @@ class MemoryStore:
         """A transaction that was not ours to commit has ended: look, here and in other processes, what it wrote."""
         self.listener.woken()
 
-    def _publish(self, changed: list[Run]) -> None:
-        self.listener.committed(changed)
+    def _publish(self, changed: list[Run], touched: Sequence[str] = ()) -> None:
+        self.listener.committed(changed, touched)
         for other in list(self._db.open_stores):
             if other is not self:
                 with suppress(RuntimeError):  # its event loop ended before its engine was closed: nobody listens
                     other._loop.call_soon_threadsafe(other.listener.woken)
 
-    def _load(self, command: Command) -> Loaded | None:
-        run = self._runs.get(command.run_id)
-        if run is None:
-            return None
-        event_id = command.started.event_id if isinstance(command, Start) else command.events[-1].event_id
-        overtaken = False
-        if isinstance(command, Append) and command.owner is None and command.expected is not None:
-            overtaken = any(":" in row.topic for row in self._by_run[run.run_key][command.expected :])
-        return Loaded(run, self._heads[run.run_key], self._by_event.get((run.run_key, event_id)), overtaken)
+    def _decide(self, command: Command) -> Decision:
+        deciding = decide(command)
+        try:
+            need = next(deciding)
+            while True:
+                need = deciding.send(self._answer(need))
+        except StopIteration as stop:
+            decision: Decision = stop.value
+            return decision
 
-    def _write(self, decision: Decision, changed: list[Run]) -> Outcome:
-        run, head = decision.run, decision.head
-        assert run is not None and head is not None
-        outcome = decision.outcome
-        if decision.before is None:
-            run = replace(run, run_key=len(self._ids) + 1)
-            head = replace(head, run_key=run.run_key)
-            outcome = replace(outcome, run=run)
-        last = len(self._journal)
-        first = head.version - len(decision.events) + 1
-        appended = [
-            Stored(
-                last + n,
-                run.run_key,
-                first + n - 1,
-                one.event_id,
-                one.event.TOPIC,
-                one.payload,
-                decision.at_ms,
-                run.run_id,
-            )
-            for n, one in enumerate(decision.events, 1)
-        ]
-        if self._kept is not None:
+    def _answer(self, need: Need) -> Any:
+        match need:
+            case One(run_id, event_id, after):
+                run = self._runs.get(run_id)
+                if run is None:
+                    return None
+                key = run.run_key
+                overtaken = after is not None and any(":" in row.topic for row in self._by_run[key][after:])
+                present = None if event_id is None else self._by_event.get((key, event_id))
+                return Loaded(run, self._heads[key], present, overtaken)
+            case Newest(lineage_id):
+                last = self._db.last_rounds.get(lineage_id, lineage_id)
+                return self._answer(One(last))
+            case Completions(run_id):
+                of = self._db.rows.get(DEFERREDS, {})
+                return [
+                    (row["deferred_name"], row["exit_json"]) for row in of.values() if row["execution_id"] == run_id
+                ]
+            case Children(lineage_id):
+                parent = parse_run_id(lineage_id)
+                return [
+                    self._runs[str(RunId(row["child_name"], row["child_id"]))]
+                    for row in self._db.rows.get(CHILDREN, {}).values()
+                    if (row["parent_id"], row["parent_name"], row["status"]) == (parent.key, parent.workflow, "running")
+                ]
+
+    def _write(self, decision: Decision) -> Decision:
+        """Write all of a decision, or raise with nothing written; the decision with the keys of new runs."""
+        last, key = len(self._journal), len(self._ids)
+        writes: list[Write] = []
+        appended: list[Stored] = []
+        for write in decision.writes:
+            if write.before is None:
+                key += 1
+                run = replace(write.run, run_key=key)
+                write = replace(write, run=run, head=replace(write.head, run_key=key))
+            writes.append(write)
+            for version, one in enumerate(write.events, write.head.version - len(write.events) + 1):
+                last += 1
+                topic, run_key = one.event.TOPIC, write.run.run_key
+                appended.append(
+                    Stored(last, run_key, version, one.event_id, topic, one.payload, write.at_ms, write.run_id)
+                )
+        if self._kept is not None and appended:
             self._kept.project(appended)  # raises before anything is written
-        if decision.before is None:
-            self._ids[run.run_key] = run.run_id
-            self._by_run[run.run_key] = []
-        self._heads[run.run_key] = head
-        if run is not decision.before:
-            self._db.keep(run)
-            changed.append(run)
+        for write in writes:
+            run_key = write.run.run_key
+            if write.before is None:
+                self._ids[run_key] = write.run_id
+                self._by_run[run_key] = []
+                if write.run.round_ordinal:
+                    self._db.last_rounds[write.run.lineage_id] = write.run_id
+            self._heads[run_key] = write.head
+            if write.run is not write.before:
+                self._db.keep(write.run)
+            for change in write.changes():
+                self._db.change(change)
         self._journal += appended
-        self._by_run[run.run_key] += appended
         for stored in appended:
-            self._by_event[run.run_key, stored.event_id] = stored
-        return outcome
+            self._by_run[stored.run_key].append(stored)
+            self._by_event[stored.run_key, stored.event_id] = stored
+        outcome = decision.outcome
+        if isinstance(outcome, Appended) and outcome.run is not None:
+            outcome = replace(outcome, run=self._runs[outcome.run.run_id])
+        return replace(decision, outcome=outcome, writes=tuple(writes))
 
     async def run(self, run_id: str) -> Run | None:
         """The row of a run."""
@@ -305,19 +387,8 @@ class MemoryStore:
             taken: list[tuple[Run, Head]] = []
             if worker_key not in self._workers:
                 return taken
-            for run in self._db.pending_runs():
-                if run.workflow not in workflows:
-                    continue
-                if run.next_attempt_at_ms is not None and run.next_attempt_at_ms > now:
-                    continue
-                if len(taken) == limit:
-                    break
-                run = replace(
-                    run,
-                    status=Status.RUNNING,
-                    started_at_ms=now if run.started_at_ms is None else run.started_at_ms,
-                    next_attempt_at_ms=None,
-                )
+            for run in self._db.claimable(now, workflows, limit):
+                run = claimed(run, now)
                 head = self._heads[run.run_key]
                 head = self._heads[run.run_key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
                 self._db.keep(run)
@@ -327,14 +398,10 @@ class MemoryStore:
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
         with self._db.lock:
-            return min(
-                (
-                    run.next_attempt_at_ms
-                    for run in self._db.pending_runs()
-                    if run.workflow in workflows and run.next_attempt_at_ms is not None
-                ),
-                default=None,
-            )
+            paced = [run for run in self._db.pending_runs() if run.workflow in workflows]
+            parked = [run for key in self._db.due if (run := self._runs[self._db.ids[key]]).workflow in workflows]
+            dues = [run.next_attempt_at_ms for run in paced] + [run.wake_at_ms for run in parked]
+            return min((due for due in dues if due is not None), default=None)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
         """Workflows with pending runs that are not among these."""

@@ -27,7 +27,17 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
 from keiro.stores import migrate
-from keiro.stores.base import Incarnation, Listener, Pending, Queue, WorkerRow, refused_when_closed
+from keiro.stores.base import (
+    Incarnation,
+    Listener,
+    Pending,
+    Queue,
+    WorkerRow,
+    is_plain,
+    known_and_left,
+    published,
+    refused_when_closed,
+)
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_psycopg, join_postgres, which_database
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
@@ -282,13 +292,13 @@ class PostgresStore:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _published(self, changed: Sequence[Run]) -> None:
+    def _published(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
         try:
-            self.listener.committed(changed)
+            self.listener.committed(changed, touched)
         except Exception as error:
             # The writer is a task: it would end, and everybody wait for ever for what they send.
             log.error("who was told of a commit raised; what was committed stays", exc_info=error)
-        if changed and not self._alone:
+        if (changed or touched) and not self._alone:
             self._notify()
 
     def _notify(self) -> None:
@@ -361,27 +371,17 @@ class PostgresStore:
         if len(batch) == 1 or (len(batch) <= FEW and conn is writer):
             return await self._commit_few(conn, batch)
         seal = self._sql.seal
-        left: list[Pending] = []
-        behind: set[str] = set()  # runs of which a command is left: those that came after it must not overtake it
+        known, left = known_and_left(batch)
         heads: dict[int, list[Any]] = {}
         events: list[tuple[Any, ...]] = []
         rows: dict[int, Run] = {}
         births: dict[str, tuple[Pending, Run, Start]] = {}
         appends: list[tuple[Pending, Append]] = []
-        for pending in batch:
+        for pending in known:
             command = pending.command
             if isinstance(command, Append):
-                if command.owner is None or command.expected is None or command.run_id in behind:
-                    left.append(pending)
-                    behind.add(command.run_id)
-                    continue
-                head = heads.get(command.run_key)
-                if head is None:
-                    head = heads[command.run_key] = [command.expected, command.owner, command.epoch, 0, False]
-                elif command.expected != head[0] + head[3] or [command.owner, command.epoch] != head[1:3]:
-                    left.append(pending)
-                    behind.add(command.run_id)
-                    continue
+                assert command.expected is not None
+                head = heads.setdefault(command.run_key, [command.expected, command.owner, command.epoch, 0, False])
                 version = command.expected
                 for one in command.events:
                     version += 1
@@ -401,12 +401,8 @@ class PostgresStore:
                     head[4] = head[4] or releases(command.events, command.run)
                 appends.append((pending, command))
             else:
-                run = born(command)
-                if command.run_id in births or command.run_id in behind or not _plain(run):
-                    left.append(pending)
-                    behind.add(command.run_id)
-                else:
-                    births[command.run_id] = (pending, run, command)
+                assert isinstance(command, Start)
+                births[command.run_id] = (pending, born(command), command)
         if not heads and not births:
             return left
         params: list[Any] = [array(list(heads))]
@@ -470,7 +466,7 @@ class PostgresStore:
                 changed.append(run)
                 pending.settle(Appended(1, run))
             else:
-                assert command.expected is not None
+                assert isinstance(command, Append) and command.expected is not None
                 if run is not None:
                     changed.append(run)
                 pending.settle(Appended(command.expected + 1))
@@ -482,7 +478,9 @@ class PostgresStore:
         enough for it."""
         if isinstance(command, Start):
             run = born(command)
-            return (_START, self._birth(run, command), run) if _plain(run) else None
+            return (_START, self._birth(run, command), run) if is_plain(command) else None
+        if not isinstance(command, Append) or not command.alone:
+            return None
         if command.owner is None or command.expected is None or len(command.events) > 1:
             return None
         (one,) = command.events
@@ -533,7 +531,8 @@ class PostgresStore:
                 conn = await self._writer_now()
                 await conn.pipeline(_BEGIN)
                 after = 0 if inline is None else await _drive(conn, inline.head(), typed=True)
-                settled = [(pending, await _drive(conn, self._sql.execute(pending.command))) for pending in batch]
+                commands = [pending.command for pending in batch]
+                decisions = await _drive(conn, self._sql.execute(commands))
                 if inline is not None:
                     await _drive(conn, inline.project(after, memory=snapshot is not None), typed=True)
                 await conn.execute("COMMIT")
@@ -552,9 +551,9 @@ class PostgresStore:
                 for pending in batch:
                     pending.fail(fault)
                 return True
-        for pending, (outcome, _) in settled:
-            pending.settle(outcome)
-        self._published([d.run for _, (_, d) in settled if d.run is not None and d.run is not d.before])
+        for pending, decision in zip(batch, decisions, strict=True):
+            pending.settle(decision.outcome)
+        self._published(*published(decisions))
         return True
 
     async def _roll_back(self) -> None:
@@ -796,7 +795,7 @@ class PostgresStore:
 
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
-        ((found,),) = await self._select(*self._sql.named(self._sql.text.next_due, workflows))
+        ((found,),) = await self._select(*self._sql.due(workflows))
         return None if found is None else int(found)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
@@ -880,17 +879,6 @@ def _again(error: Exception) -> bool:
     if isinstance(error, StatementError):
         return is_transient(error.sqlstate)
     return isinstance(error, ConnectionLost | StoreUnavailable)
-
-
-def _plain(run: Run) -> bool:
-    """Whether a run is born as most are, so that the batch statement's columns say all of it."""
-    return (
-        run.round_ordinal == 0
-        and run.parent_run_id is None
-        and run.on_cancel is None
-        and run.attributes_json is None
-        and run.deadline_at_ms is None
-    )
 
 
 @lru_cache(maxsize=512)

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
+    DateTime,
     Dialect,
     ForeignKey,
     Identity,
@@ -25,6 +27,7 @@ from sqlalchemy import (
     Uuid,
     text,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from keiro.stores.ddl import SCHEMA
@@ -60,6 +63,7 @@ class EventId(TypeDecorator[uuid.UUID]):
 # A key that counts up must be exactly INTEGER on SQLite.
 _BIGINT: Final = BigInteger().with_variant(Integer(), "sqlite")
 # Ids sort and compare by their bytes on every store, so that cursors mean the same.
+_TIMESTAMP: Final = Text().with_variant(DateTime(timezone=True), "postgresql")
 _ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
 
 
@@ -98,6 +102,7 @@ runs: Final = Table(
     Column("waiting_token", _ID),
     Column("deadline_at_ms", _BIGINT),
     Column("cancel_requested_at_ms", _BIGINT),
+    Column("handoff_run_id", _ID),
     UniqueConstraint("run_id", name="keiro_runs_run_id_key"),
     _partial("keiro_runs_pending_idx", "workflow", "run_key", where="status = 'pending'"),
     _partial(
@@ -173,3 +178,51 @@ snapshots: Final = Table(
     Column("state", Text, nullable=False),
 )
 """User state of a run at a version, as a repository takes it. Goes with its run."""
+
+deferred_completions: Final = Table(
+    "keiro_deferred_completions",
+    metadata,
+    Column("flow_name", _ID, primary_key=True),
+    Column("execution_id", _ID, ForeignKey(f"{SCHEMA}.keiro_runs.run_id"), primary_key=True),
+    Column("deferred_name", _ID, primary_key=True),
+    Column("exit_json", Text, nullable=False),
+    Column("metadata_json", Text),
+    Column("completed_at_ms", _BIGINT, nullable=False),
+    Column("consumed_at_ms", _BIGINT),
+    Index("keiro_deferred_completions_execution_idx", "execution_id"),
+)
+"""What deferreds of a round were completed with."""
+
+clock_deadlines: Final = Table(
+    "keiro_clock_deadlines",
+    metadata,
+    Column("flow_name", _ID, primary_key=True),
+    Column("execution_id", _ID, ForeignKey(f"{SCHEMA}.keiro_runs.run_id"), primary_key=True),
+    Column("clock_name", _ID, primary_key=True),
+    Column("deferred_name", _ID, nullable=False),
+    Column("due_at_ms", _BIGINT, nullable=False),
+    Column("completed_at_ms", _BIGINT),
+    Index("keiro_clock_deadlines_pending_idx", "completed_at_ms", "due_at_ms"),
+    Index("keiro_clock_deadlines_execution_idx", "execution_id"),
+)
+"""The clocks of a round: when each is due, and when it was done with."""
+
+workflow_children: Final = Table(
+    "keiro_workflow_children",
+    metadata,
+    Column("child_id", _ID, primary_key=True),
+    Column("child_name", _ID, primary_key=True),
+    Column("parent_id", _ID, nullable=False),
+    Column("parent_name", _ID, nullable=False),
+    Column("await_step", Text, nullable=False),
+    Column("status", Text, nullable=False, server_default=text("'running'")),
+    Column("result", Text().with_variant(JSONB(), "postgresql")),
+    Column("failed", Boolean, nullable=False, server_default=text("false")),
+    Column("failure_reason", Text),
+    Column("created_at", _TIMESTAMP, nullable=False, server_default=text("now()")),
+    Column("updated_at", _TIMESTAMP, nullable=False, server_default=text("now()")),
+    Column("completed_at", _TIMESTAMP),
+    Index("keiro_workflow_children_parent_idx", "parent_id", "parent_name"),
+    _partial("keiro_workflow_children_running_idx", "status", where="status = 'running'"),
+)
+"""Which run has which other as a child, and how the child ended."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
-from msgspec.structs import replace
-
 from keiro.codec import Codec
-from keiro.decisions import Append, Command, Decision, Loaded, Outcome, Start, Stored, decide
+from keiro.decisions import Command, Decision, Stored
 from keiro.errors import StoreError
+from keiro.projections.runs import claimed
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
+from keiro.stores.work import execute
 
 Row: TypeAlias = tuple[Any, ...]
 Statement: TypeAlias = tuple[str, Sequence[Any]]
@@ -37,6 +37,7 @@ MUTABLE: Final = (
     "waiting_reason",
     "waiting_token",
     "cancel_requested_at_ms",
+    "handoff_run_id",
 )
 _INTEGERS: Final = frozenset(
     i
@@ -57,6 +58,7 @@ class Tables:
             f"{schema}keiro_{name}" for name in ("runs", "run_heads", "journal", "workers")
         )
         self.runs, self.heads, self.journal, self.workers = runs, heads, journal, workers
+        children = f"{schema}keiro_workflow_children"
         run = ", ".join(f"r.{name}" for name in RUN_COLUMNS)
         marks = ", ".join("?" * len(_WRITTEN))
         self.insert_run = f"INSERT INTO {runs} ({', '.join(_WRITTEN)}) VALUES ({marks}) RETURNING run_key"
@@ -73,9 +75,31 @@ class Tables:
             f"INSERT INTO {journal} (run_key, version, event_id, topic, payload, recorded_at_ms)"
             " VALUES (?, ?, ?, ?, ?, ?)"
         )
+        # Of a run that is born in the same round trip, whose key nobody has seen yet.
+        born = f"(SELECT run_key FROM {runs} WHERE run_id = ?)"
+        self.insert_born_head = f"INSERT INTO {heads} (run_key, version, owner, epoch) VALUES ({born}, ?, ?, ?)"
+        self.insert_born_event = (
+            f"INSERT INTO {journal} (run_key, version, event_id, topic, payload, recorded_at_ms)"
+            f" VALUES ({born}, ?, ?, ?, ?, ?)"
+        )
+        self.update_born_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = {born}"
+        self.update_born = f"UPDATE {runs} SET {', '.join(f'{c} = ?' for c in MUTABLE)} WHERE run_id = ?"
         self.load = (
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
             " WHERE r.run_id = ?"
+        )
+        self.newest = (
+            f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
+            " WHERE r.lineage_id = ? AND r.round_ordinal > 0 ORDER BY r.round_ordinal DESC LIMIT 1"
+        )
+        self.children = (
+            f"SELECT {run} FROM {runs} r JOIN {children} c ON c.child_id = r.key AND c.child_name = r.workflow"
+            " WHERE c.parent_id = ? AND c.parent_name = ? AND c.status = 'running' AND r.round_ordinal = 0"
+            " ORDER BY r.run_key"
+        )
+        self.completions = (
+            f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"
+            " ORDER BY completed_at_ms, deferred_name"
         )
         self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
         stored = "j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"
@@ -135,17 +159,27 @@ class Tables:
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
             f" WHERE r.status = 'pending' AND r.workflow IN ({{names}}) AND {due} ORDER BY r.run_key LIMIT ?"
         )
+        woken = "r.status = 'suspended' AND r.wake_at_ms IS NOT NULL AND r.wake_at_ms <= ?"
+        self.due_waits = (
+            f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
+            f" WHERE {woken} AND r.workflow IN ({{names}}) ORDER BY r.wake_at_ms, r.run_key LIMIT ?"
+        )
         self.any_claimable = (
-            f"SELECT 1 FROM {runs} r WHERE r.status = 'pending' AND r.workflow IN ({{names}}) AND {due} LIMIT 1"
+            f"SELECT 1 WHERE EXISTS (SELECT 1 FROM {runs} r WHERE r.status = 'pending'"
+            f" AND r.workflow IN ({{names}}) AND {due})"
+            f" OR EXISTS (SELECT 1 FROM {runs} r WHERE {woken} AND r.workflow IN ({{names}}))"
         )
         self.claim_run = (
             f"UPDATE {runs} SET status = 'running', started_at_ms = COALESCE(started_at_ms, ?),"
-            " next_attempt_at_ms = NULL WHERE run_key IN ({keys})"
+            " next_attempt_at_ms = NULL, wake_at_ms = NULL, waiting_reason = NULL, waiting_token = NULL"
+            " WHERE run_key IN ({keys})"
         )
         self.claim_head = f"UPDATE {heads} SET owner = ?, epoch = epoch + 1 WHERE run_key IN ({{keys}})"
         self.next_due = (
-            f"SELECT min(r.next_attempt_at_ms) FROM {runs} r"
+            f"SELECT min(due) FROM (SELECT min(r.next_attempt_at_ms) AS due FROM {runs} r"
             " WHERE r.status = 'pending' AND r.workflow IN ({names}) AND r.next_attempt_at_ms IS NOT NULL"
+            f" UNION ALL SELECT min(r.wake_at_ms) FROM {runs} r"
+            " WHERE r.status = 'suspended' AND r.wake_at_ms IS NOT NULL AND r.workflow IN ({names})) dues"
         )
         self.unregistered = (
             f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
@@ -169,6 +203,7 @@ class Sql:
     """Rows to structs and back, and the store's transactions as programs, for one dialect."""
 
     def __init__(self, schema: str, codec: Codec) -> None:
+        self.schema = schema
         self.text = Tables(schema)
         self.seal = self._seal = codec.seal
         self.unseal = self._open = codec.open
@@ -236,41 +271,9 @@ class Sql:
 
     # Programs
 
-    def execute(self, command: Command) -> Program[tuple[Outcome, Decision]]:
-        """Load what the command needs, decide, write."""
-        event_id = command.started.event_id if isinstance(command, Start) else command.events[-1].event_id
-        text = self.text
-        needs: list[Statement] = [(text.load, (command.run_id,)), (text.load_event, (command.run_id, event_id))]
-        if isinstance(command, Append) and command.owner is None and command.expected is not None:
-            needs.append((text.overtaken, (command.run_id, command.expected)))
-        loaded, present, *overtaken = yield needs
-        state: Loaded | None = None
-        if loaded:
-            run, head = self.to_owned(loaded[0])
-            state = Loaded(run, head, self.to_stored(present[0]) if present else None, any(overtaken))
-        decision = decide(command, state)
-        if not decision.events:
-            return decision.outcome, decision
-        run, head = _written(decision)
-        if decision.before is None:
-            ((row,),) = yield [(text.insert_run, self.run_values(run))]
-            key = int(row[0])
-            run = replace(run, run_key=key)
-            writes: list[Statement] = [(text.insert_head, (key, head.version, head.owner, head.epoch))]
-        else:
-            key = run.run_key
-            writes = [(text.update_head, (head.version, head.owner, key))]
-            if run is not decision.before:
-                writes.append((text.update_run, self.changed_values(run)))
-        first = head.version - len(decision.events) + 1
-        writes += [
-            (text.insert_event, (key, version, one.event_id, one.event.TOPIC, self._seal(one.payload), decision.at_ms))
-            for version, one in enumerate(decision.events, first)
-        ]
-        yield writes
-        assert not isinstance(decision.outcome, type(None))
-        outcome = replace(decision.outcome, run=run) if decision.before is None else decision.outcome
-        return outcome, replace(decision, run=run)
+    def execute(self, commands: Sequence[Command]) -> Program[list[Decision]]:
+        """Load what the commands need, decide them one after the other, write."""
+        return execute(self, commands)
 
     def register(self, who: Incarnation, address: str | None, now: int) -> Program[int]:
         """Enter a worker."""
@@ -299,7 +302,12 @@ class Sql:
         (listed,) = yield [(text.lives, (worker_key,))]
         if not listed:
             return []
-        (rows,) = yield [(_many(text.claimable, "names", len(workflows)), (*workflows, now, limit))]
+        pending, due = yield [
+            (_many(text.claimable, "names", len(workflows)), (*workflows, now, limit)),
+            (_many(text.due_waits, "names", len(workflows)), (now, *workflows, limit)),
+        ]
+        # However long the one queue is, the other gets half.
+        rows = [*due[: max(limit // 2, limit - len(pending))], *pending][:limit]
         found = [self.to_owned(row) for row in rows]
         if not found:
             return []
@@ -310,7 +318,7 @@ class Sql:
         ]
         return [
             (
-                replace(run, status="running", started_at_ms=run.started_at_ms or now, next_attempt_at_ms=None),
+                claimed(run, now),
                 Head(run_key=head.run_key, version=head.version, owner=worker_key, epoch=head.epoch + 1),
             )
             for run, head in found
@@ -341,7 +349,11 @@ class Sql:
 
     def any_claimable(self, workflows: Sequence[str], now: int) -> Statement:
         """Whether there is anything to claim, without a lock."""
-        return _many(self.text.any_claimable, "names", len(workflows)), (*workflows, now)
+        return _many(self.text.any_claimable, "names", len(workflows)), (*workflows, now, now, *workflows)
+
+    def due(self, workflows: Sequence[str]) -> Statement:
+        """When the next paced or parked run is due."""
+        return _many(self.text.next_due, "names", len(workflows)), (*workflows, *workflows)
 
     def list_runs(self, status: str | None, workflow: str | None, before: int | None, limit: int) -> Statement:
         """A page of runs."""
@@ -360,11 +372,6 @@ class Sql:
 
 def _values(run: Run, columns: Sequence[str]) -> list[Any]:
     return [getattr(run, name) for name in columns]
-
-
-def _written(decision: Decision) -> tuple[Run, Head]:
-    assert decision.run is not None and decision.head is not None
-    return decision.run, decision.head
 
 
 def _many(sql: str, what: str, n: int) -> str:

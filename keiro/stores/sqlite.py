@@ -12,19 +12,31 @@ import os
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
 from keiro.codec import Codec
-from keiro.decisions import Append, Appended, Command, Outcome, Stored, born, releases
+from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
 from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreUnavailable
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.rows import Head, Run
 from keiro.stores import migrate
-from keiro.stores.base import Clock, Incarnation, Listener, Pending, Queue, WorkerRow, refused_when_closed, wall_ms
+from keiro.stores.base import (
+    Clock,
+    Incarnation,
+    Listener,
+    Pending,
+    Queue,
+    WorkerRow,
+    known_and_left,
+    published,
+    refused_when_closed,
+    wall_ms,
+)
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_sqlite, join_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
@@ -41,6 +53,15 @@ BUSY_RETRY_S: Final = 0.0003
 BUSY_LIMIT_S: Final = 30.0
 LOOK_S: Final = 1.0
 _SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
+
+
+@dataclass
+class _Done:
+    """What a transaction did: the answers to its commands, the rows of runs it changed, the runs it touched."""
+
+    settled: list[tuple[Pending, Outcome]] = field(default_factory=list)
+    changed: list[Run] = field(default_factory=list)
+    touched: list[str] = field(default_factory=list)
 
 
 class SQLiteStore:
@@ -140,9 +161,9 @@ class SQLiteStore:
     def _woken(self) -> None:
         self.listener.woken()
 
-    def _published(self, changed: Sequence[Run]) -> None:
-        self.listener.committed(changed)
-        if changed:
+    def _published(self, changed: Sequence[Run], touched: Sequence[str]) -> None:
+        self.listener.committed(changed, touched)
+        if changed or touched:
             self._wake.send()
 
     # The append
@@ -179,13 +200,13 @@ class SQLiteStore:
     def _flushed(self, batch: list[Pending]) -> Exception | None:
         """Commit a batch and tell; the error, if nothing was written."""
         try:
-            settled, changed = self._commit(batch)
+            done = self._commit(batch)
         except Exception as error:
             return error
         self._busy_since = None
-        for pending, outcome in settled:
+        for pending, outcome in done.settled:
             pending.settle(outcome)
-        self._published(changed)
+        self._published(done.changed, done.touched)
         return None
 
     def _fail(self, pending: Pending, error: Exception) -> None:
@@ -214,24 +235,29 @@ class SQLiteStore:
         self._queue.hold()
         self._retry = self._loop.call_later(BUSY_RETRY_S, self._flush)
 
-    def _commit(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
+    def _commit(self, batch: list[Pending]) -> _Done:
         self._check_place()
         conn = self._conn
         inline = self._inline
+        known, left = known_and_left(batch)
+        done: _Done | None = None
         conn.execute("BEGIN IMMEDIATE")
         try:
-            try:
-                if inline is None or not (inline.memory or inline.wants([pending.command for pending in batch])):
-                    done = self._write_known(batch)
-                else:
-                    done = self._write_and_project(batch, inline)
-            except sqlite3.IntegrityError:
-                # An event that is there already, sent again because its first answer was lost.
-                done = None
+            if known:
+                # An event may be there already, sent again because its first answer was lost.
+                with suppress(sqlite3.IntegrityError):
+                    if inline is None or not (inline.memory or inline.wants([pending.command for pending in known])):
+                        done = self._write_known(known)
+                    else:
+                        done = self._write_and_project(known, inline)
+                if done is None:
+                    conn.execute("ROLLBACK")
+                    conn.execute("BEGIN IMMEDIATE")
+                    left = batch
             if done is None:
-                conn.execute("ROLLBACK")
-                conn.execute("BEGIN IMMEDIATE")
-                done = self._write_each(batch)
+                done = _Done()
+            if left:
+                self._write_left(left, done)
             conn.execute("COMMIT")
         except BaseException:
             if conn.in_transaction:
@@ -239,9 +265,7 @@ class SQLiteStore:
             raise
         return done
 
-    def _write_and_project(
-        self, batch: list[Pending], inline: Inline
-    ) -> tuple[list[tuple[Pending, Outcome]], list[Run]] | None:
+    def _write_and_project(self, batch: list[Pending], inline: Inline) -> _Done | None:
         """As `_write_known`; None too if a projection refuses one of the commands: each is then tried by itself."""
         after = self._drive(inline.head())
         done = self._write_known(batch)
@@ -258,19 +282,19 @@ class SQLiteStore:
         while True:
             snapshot.rewind()
             try:
-                settled, changed = self._commit(batch)
+                done = self._commit(batch)
                 break
             except sqlite3.Error as error:
                 if not is_busy(error) or self._loop.time() > deadline:
                     raise sqlite_fault(error, self.path) from error
             await asyncio.sleep(BUSY_RETRY_S)
         snapshot.accept()
-        for pending, outcome in settled:
+        for pending, outcome in done.settled:
             pending.settle(outcome)
-        self._published(changed)
+        self._published(done.changed, done.touched)
 
-    def _write_known(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]] | None:
-        """Write commands whose senders know the state, all at once; None if one of them was wrong (or none knows)."""
+    def _write_known(self, batch: list[Pending]) -> _Done | None:
+        """Write commands whose senders know the state, all at once; None if one of them was wrong."""
         text = self._sql.text
         seal = self._sql.seal
         execute = self._conn.execute
@@ -283,8 +307,7 @@ class SQLiteStore:
         for pending in batch:
             command = pending.command
             if isinstance(command, Append):
-                if command.owner is None or command.expected is None:
-                    return None
+                assert command.expected is not None
                 version = command.expected
                 for one in command.events:
                     version += 1
@@ -301,6 +324,7 @@ class SQLiteStore:
                     changed.append(run)
                 settled.append((pending, Appended(version)))
             else:
+                assert isinstance(command, Start)
                 run = born(command)
                 found = execute(text.insert_run_if_new, self._sql.run_values(run)).fetchone()
                 if found is None:
@@ -320,30 +344,33 @@ class SQLiteStore:
         executemany(text.insert_event, events)
         if rows:
             executemany(text.update_run, rows)
-        return settled, changed
+        return _Done(settled, changed)
 
-    def _write_each(self, batch: list[Pending]) -> tuple[list[tuple[Pending, Outcome]], list[Run]]:
-        """Load, decide and write one command after the other, each in a savepoint of its own."""
+    def _write_left(self, batch: list[Pending], done: _Done) -> None:
+        """Load, decide and write commands in a savepoint, each in one of its own where they cannot go together."""
         inline = self._inline
-        settled: list[tuple[Pending, Outcome]] = []
-        changed: list[Run] = []
-        for pending in batch:
-            self._conn.execute("SAVEPOINT one")
-            try:
-                after = 0 if inline is None else self._drive(inline.head())
-                outcome, decision = self._drive(self._sql.execute(pending.command))
-                if inline is not None and decision.events:
-                    self._drive(inline.project(after, memory=inline.memory))
-            except (sqlite3.DataError, sqlite3.IntegrityError, KeiroError) as error:
-                self._conn.execute("ROLLBACK TO one")
-                self._conn.execute("RELEASE one")
-                pending.fail(error if isinstance(error, KeiroError) else _caused(sqlite_fault(error, self.path), error))
-                continue
-            self._conn.execute("RELEASE one")
-            if decision.run is not None and decision.run is not decision.before:
-                changed.append(decision.run)
-            settled.append((pending, outcome))
-        return settled, changed
+        self._conn.execute("SAVEPOINT some")
+        try:
+            after = 0 if inline is None else self._drive(inline.head())
+            decisions = self._drive(self._sql.execute([pending.command for pending in batch]))
+            if inline is not None and any(decision.writes for decision in decisions):
+                self._drive(inline.project(after, memory=inline.memory))
+        except (sqlite3.DataError, sqlite3.IntegrityError, KeiroError) as error:
+            self._conn.execute("ROLLBACK TO some")
+            self._conn.execute("RELEASE some")
+            if len(batch) == 1:
+                known = isinstance(error, KeiroError)
+                batch[0].fail(error if known else _caused(sqlite_fault(error, self.path), error))
+            else:
+                # One bad command must not take the others down.
+                for pending in batch:
+                    self._write_left([pending], done)
+            return
+        self._conn.execute("RELEASE some")
+        changed, touched = published(decisions)
+        done.settled += [(pending, decision.outcome) for pending, decision in zip(batch, decisions, strict=True)]
+        done.changed += changed
+        done.touched += touched
 
     def _drive(self, program: Program[T]) -> T:
         execute = self._conn.execute
@@ -508,7 +535,7 @@ class SQLiteStore:
 
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
-        found: int | None = self._select(*self._sql.named(self._sql.text.next_due, workflows))[0][0]
+        found: int | None = self._select(*self._sql.due(workflows))[0][0]
         return found
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:

@@ -75,8 +75,9 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_sqlite(tmp_path: Pat
         }
     assert len(plans) > 12
     partial = re.compile(r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_pending_idx|keiro_run_heads_owner_idx)$")
+    few = ("SCAN CONSTANT ROW", "SCAN dues")
     for sql, plan in plans.items():
-        scans = [step for step in plan if step.startswith("SCAN") and not partial.match(step)]
+        scans = [step for step in plan if step.startswith("SCAN") and step not in few and not partial.match(step)]
         assert scans in ([], ["SCAN keiro_workers"]), f"{sql}\n{plan}"
 
 
@@ -104,7 +105,9 @@ def whole_tables(plan: dict[str, Any]) -> Iterator[str]:
     """The tables that a plan reads from one end to the other."""
     kind, table = plan["Node Type"], plan.get("Relation Name")
     index = plan.get("Index Name", "")
-    few = index in ("keiro_runs_pending_idx", "keiro_run_heads_owner_idx") or "Index Cond" in plan
+    few = (
+        index in ("keiro_runs_pending_idx", "keiro_runs_wake_idx", "keiro_run_heads_owner_idx") or "Index Cond" in plan
+    )
     if kind == "Seq Scan" or (kind.startswith(("Index", "Bitmap Index")) and not few):
         yield str(table or index)
     for below in plan.get("Plans", ()):

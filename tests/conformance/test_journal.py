@@ -224,11 +224,11 @@ async def test_l10_a_rollback_takes_the_entry_its_identity_and_its_news_along(
     async with make_engine(worker=False) as engine:
         handle = await engine.start(held_workflow, id="a")
         told: list[Any] = []
-        engine.committed = lambda changed: told.append(changed)  # type: ignore[method-assign]
+        engine.committed = lambda changed, touched=(): told.append(changed)  # type: ignore[method-assign]
         one = step_event("held_workflow", "a", "x", b'"undone"')
         with closing(connect()) as connection:
             connection.execute("BEGIN IMMEDIATE" if store_url.startswith("sqlite") else "BEGIN")
-            assert (await engine.store.join(connection).submit(Append(handle.run_id, (one,), 1)))[0] == Appended(2)
+            assert (await engine.store.join(connection).submit(Append(handle.run_id, (one,), 1))).outcome == Appended(2)
             await engine.start(held_workflow, id="b", connection=connection)
             connection.execute("ROLLBACK")
         assert told == [] and await engine.store.run("wf:held_workflow-b") is None

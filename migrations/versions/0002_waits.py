@@ -1,0 +1,103 @@
+"""What runs wait for: deferred completions, clocks, children; and the round a completed one has handed off to.
+
+The SQL stands here in full, as history; `keiro.stores.schema` says what the tables look like now.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+from keiro.stores import ddl
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    connection = op.get_bind()
+    d = ddl.dialect(connection.dialect.name)
+    for statement in [*_tables(d), *_indexes(d), *_triggers(d)]:
+        connection.exec_driver_sql(statement)
+
+
+def _tables(d: ddl.Dialect) -> list[str]:
+    runs = d.table("keiro_runs")
+    return [
+        f"ALTER TABLE {runs} ADD COLUMN handoff_run_id {d.id}",
+        f"""CREATE TABLE {d.table("keiro_deferred_completions")} (
+    flow_name {d.id} NOT NULL CHECK (length(flow_name) > 0),
+    execution_id {d.id} NOT NULL CHECK (length(execution_id) > 0) REFERENCES {runs} (run_id),
+    deferred_name {d.id} NOT NULL CHECK (length(deferred_name) > 0),
+    {d.json("exit_json")} NOT NULL,
+    {d.json("metadata_json")},
+    {d.integer("completed_at_ms")} NOT NULL,
+    {d.integer("consumed_at_ms")},
+    PRIMARY KEY (flow_name, execution_id, deferred_name)
+)""",
+        f"""CREATE TABLE {d.table("keiro_clock_deadlines")} (
+    flow_name {d.id} NOT NULL CHECK (length(flow_name) > 0),
+    execution_id {d.id} NOT NULL CHECK (length(execution_id) > 0) REFERENCES {runs} (run_id),
+    clock_name {d.id} NOT NULL CHECK (length(clock_name) > 0),
+    deferred_name {d.id} NOT NULL CHECK (length(deferred_name) > 0),
+    {d.integer("due_at_ms")} NOT NULL,
+    {d.integer("completed_at_ms")},
+    PRIMARY KEY (flow_name, execution_id, clock_name)
+)""",
+        f"""CREATE TABLE {d.table("keiro_workflow_children")} (
+    child_id {d.id} NOT NULL,
+    child_name {d.id} NOT NULL,
+    parent_id {d.id} NOT NULL,
+    parent_name {d.id} NOT NULL,
+    await_step TEXT NOT NULL,
+    status TEXT NOT NULL DEFAULT 'running' CONSTRAINT keiro_workflow_children_status_chk
+        CHECK (status IN ('running', 'completed', 'cancelled', 'failed')),
+    {d.jsonb("result")},
+    failed BOOLEAN NOT NULL DEFAULT {d.false},
+    failure_reason TEXT,
+    {d.timestamp("created_at")} NOT NULL DEFAULT {d.now},
+    {d.timestamp("updated_at")} NOT NULL DEFAULT {d.now},
+    {d.timestamp("completed_at")},
+    PRIMARY KEY (child_id, child_name)
+)""",
+    ]
+
+
+def _indexes(d: ddl.Dialect) -> list[str]:
+    clocks, children = d.table("keiro_clock_deadlines"), d.table("keiro_workflow_children")
+    deferreds = d.table("keiro_deferred_completions")
+    return [
+        f"CREATE INDEX keiro_clock_deadlines_pending_idx ON {clocks} (completed_at_ms, due_at_ms)",
+        f"CREATE INDEX keiro_clock_deadlines_execution_idx ON {clocks} (execution_id)",
+        f"CREATE INDEX keiro_deferred_completions_execution_idx ON {deferreds} (execution_id)",
+        f"CREATE INDEX keiro_workflow_children_parent_idx ON {children} (parent_id, parent_name)",
+        f"CREATE INDEX keiro_workflow_children_running_idx ON {children} (status) WHERE status = 'running'",
+    ]
+
+
+def _triggers(d: ddl.Dialect) -> list[str]:
+    runs, children = d.table("keiro_runs"), d.table("keiro_workflow_children")
+    clocks, deferreds = d.table("keiro_clock_deadlines"), d.table("keiro_deferred_completions")
+    own = "child_id = OLD.key AND child_name = OLD.workflow"
+    theirs = "parent_id = OLD.key AND parent_name = OLD.workflow"
+    return [
+        # Before the run goes, because these refer to it.
+        *d.trigger(
+            "keiro_runs_forget_waits",
+            "BEFORE DELETE",
+            runs,
+            [
+                f"DELETE FROM {clocks} WHERE execution_id = OLD.run_id",
+                f"DELETE FROM {deferreds} WHERE execution_id = OLD.run_id",
+            ],
+        ),
+        # Children are of a lineage: they go with its first round.
+        *d.trigger(
+            "keiro_runs_forget_children",
+            "AFTER DELETE",
+            runs,
+            [f"DELETE FROM {children} WHERE ({own}) OR ({theirs})"],
+            when="OLD.round_ordinal = 0",
+        ),
+    ]
