@@ -19,9 +19,10 @@ from benchmarks import machine, report
 from benchmarks.contestant import STORES, Store
 from benchmarks.entries import ENGINES, RECORDERS
 from benchmarks.measures import FULL, MEASURES, QUICK, Measure, Seat, Sizes
-from benchmarks.postgres import Postgres, PostgresMissing, running_postgres
+from benchmarks.postgres import Postgres, running_postgres
 from benchmarks.results import Line, Results
 from benchmarks.session import Failed, Missing, Places, Refused
+from keiro.testing.postgres import PostgresNotFound
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
                 with running_postgres(options.postgres) as postgres:
                     _measure_all(plan, options.only, sizes, scratch, out, postgres, began)
                 return 0
-            except PostgresMissing as missing:
-                print(f"Postgres is left out: {missing}", file=sys.stderr)
+            except PostgresNotFound as missing:
+                print(f"Postgres is left out (--postgres URL names a server of yours): {missing}", file=sys.stderr)
         _measure_all(plan, options.only, sizes, scratch, out, None, began)
         return 0
     finally:

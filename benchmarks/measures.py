@@ -145,9 +145,9 @@ def _in_turn(seat: Seat) -> Sample:
     return _rate(_on_fresh_place(seat, "in_turn", seconds=seat.sizes.seconds, steps=10))
 
 
-def _at_once(bodies: bool) -> Callable[[Seat], Sample]:
+def _at_once(steps: int, bodies: bool) -> Callable[[Seat], Sample]:
     def sample(seat: Seat) -> Sample:
-        arguments = {"seconds": seat.sizes.seconds, "runs": 50, "steps": 10, "bodies": bodies}
+        arguments = {"seconds": seat.sizes.seconds, "runs": 50, "steps": steps, "bodies": bodies}
         return _rate(_on_fresh_place(seat, "at_once", **arguments))
 
     return sample
@@ -289,7 +289,7 @@ def _once_for_absurd(sizes: Sizes, entry: Entry) -> int:
 MEASURES: tuple[Measure, ...] = (
     Measure("long-run", "One long run of sequential steps", "steps/s", True, _ALL, ENGINES, _long_run),
     Measure("in-turn", "10-step runs one after another", "steps/s", True, _ALL, ENGINES, _in_turn),
-    Measure("at-once", "50 ten-step runs at once, no-op bodies", "steps/s", True, _ALL, ENGINES, _at_once(False)),
+    Measure("at-once", "50 ten-step runs at once, no-op bodies", "steps/s", True, _ALL, ENGINES, _at_once(10, False)),
     Measure(
         "at-once-bodies",
         "50 ten-step runs at once, bodies of 0 to 2 ms",
@@ -297,7 +297,17 @@ MEASURES: tuple[Measure, ...] = (
         True,
         _ALL,
         _WORKERS,
-        _at_once(True),
+        _at_once(10, True),
+    ),
+    # Ten-step runs count their starts and ends as steps; here these are one in fifty.
+    Measure(
+        "lockstep",
+        "50 runs of 100 steps at once, no-op bodies",
+        "steps/s",
+        True,
+        _DURABLE,
+        _named("floor", "keiro"),
+        _at_once(100, False),
     ),
     Measure("enqueue", "One-step runs enqueued one by one until all are done", "s", False, _ALL, ENGINES, _enqueue),
     Measure(

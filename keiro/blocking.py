@@ -66,6 +66,9 @@ class BlockingEngine:
         if _running_loop() is self._loop:
             coroutine.close()
             raise InvalidCall("keiro.blocking was called from the engine's own event loop: await the engine instead")
+        if self._loop.is_closed():
+            coroutine.close()
+            raise InvalidCall("the engine is closed: use it inside the `with keiro.blocking(...)` block")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

@@ -300,6 +300,10 @@ class Driver:
                 # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
                 # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
                 # the run now has.
+                if self.over and self.run.terminal and events[0].event.__class__ in (StepRecorded, AttemptFailed):
+                    # A task that the body left behind, while or after the run's end is recorded: its record would be
+                    # refused for that, so neither an engine that closes nor an outage is news to it.
+                    raise RunSealed(_sealed(self.run.run_id)) from error
                 what = "record_refused" if isinstance(error, ProjectionFailed) else "store_away"
                 self.host.report(what, self.run.run_id, error=str(error))
                 await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))

@@ -324,7 +324,8 @@ class Engine:
         aggregate = self.mapper.aggregate(own.workflow)
         if aggregate is None:
             raise InvalidCall(
-                f"{own.workflow!r} has no aggregate class in this process: register the class with the engine"
+                f"{run_id}: {own.workflow!r} is no workflow class of this engine, and commands are methods of one: "
+                "pass the class in Engine(..., workflows=[...]), with worker=False where none are to be driven"
             )
         event_id = None
         if id is not None:
@@ -458,8 +459,14 @@ class Engine:
                 run = await self._row(run_id)
                 if run.terminal:
                     return run
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as limit:
                 return await future
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(
+                    f"{run_id} has not ended within {timeout:g} s; it goes on, and its result can be asked for again"
+                ) from None
+            raise
         finally:
             waiting.discard(future)
             if not waiting and self._waiting.get(run_id) is waiting:

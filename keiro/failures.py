@@ -89,9 +89,10 @@ def revive(failure: Failure) -> Exception:
 
 
 def summary(failure: Failure) -> str:
-    """The failure in one line, as Python prints an exception's last one."""
-    kind = failure.type.removeprefix("builtins:").replace(":", ".")
-    return f"{kind}: {failure.message}" if failure.message else kind
+    """The failure in one line, as Python prints an exception's last one; of a group, with its first member."""
+    line = _headline(failure)
+    # A group's own message names none of what is in it.
+    return f"{line}: {summary(failure.members[0])}" if failure.members else line
 
 
 def describe(failure: Failure) -> str:

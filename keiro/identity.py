@@ -94,8 +94,20 @@ def parse_run_id(text: str) -> RunId:
     workflow, dash, tail = rest.partition("-")
     key, hash_, round_ = tail.partition("#")
     if head != "wf" or not dash or (hash_ and not ROUND.fullmatch(round_)):
-        raise InvalidName(f"{text!r} is not a run id: it must read wf:<workflow>-<key> or wf:<workflow>-<key>#<round>")
+        raise InvalidName(
+            f"{text!r} is not a run id: it must read wf:<workflow>-<key> or wf:<workflow>-<key>#<round>{_meant(text)}"
+        )
     return RunId(check_workflow_name(workflow), check_key(key), int(round_) if hash_ else 0)
+
+
+def _meant(text: object) -> str:
+    """What to add for somebody who wrote `<workflow>-<key>`, as in the call that started the run."""
+    if not isinstance(text, str) or text.startswith("wf:"):
+        return ""
+    try:
+        return f". Was {str(parse_run_id(f'wf:{text}'))!r} meant?"
+    except InvalidName:
+        return ""
 
 
 class StepIds:

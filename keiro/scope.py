@@ -155,6 +155,11 @@ class Scope(metaclass=ABCMeta):
             raise InvalidCall(f"map(key={key!r}): key is a function that names an item, such as `lambda one: one.id`")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise InvalidCall(f"map(limit={limit!r}): limit is a whole number from 1, or None for all at once")
+        if isinstance(fn, Step):
+            raise InvalidCall(
+                f"map: {fn!r} is a step, but what is called for each item gets a scope and the item: write "
+                f"run.map(lambda scope, item: scope.step({fn.name}, item), items)"
+            )
         todo: list[tuple[ScopedRun, T]] = []
         seen: dict[str, int] = {}
         label = _name_of(fn)

@@ -61,6 +61,15 @@ def test_the_engines_thread_ends_with_the_block(store_url: str) -> None:
     assert "keiro engine" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_a_call_after_the_block_is_refused(store_url: str) -> None:
+    with keiro.blocking(engine(store_url)) as blocking:
+        handle = blocking.start(doubling, 1, id="a")
+    with pytest.raises(keiro.InvalidCall, match=r"inside the `with keiro\.blocking\(\.\.\.\)` block"):
+        blocking.start(doubling, 2)
+    with pytest.raises(keiro.InvalidCall, match="the engine is closed"):
+        handle.result()
+
+
 def test_an_engine_that_cannot_open_says_so_where_it_was_opened() -> None:
     with pytest.raises(keiro.StoreUnavailable), keiro.blocking(engine("sqlite:////no/such/folder/keiro.db")):
         pass

@@ -101,5 +101,5 @@ async def test_a_command_to_an_ended_or_unknown_run_is_refused(make_engine: Make
             await engine.command(handle.run_id, Cart.add, "late")
         with pytest.raises(keiro.RunNotFound):
             await engine.command("wf:cart-ghost", Cart.add, "x")
-        with pytest.raises(keiro.InvalidCall):
+        with pytest.raises(keiro.InvalidCall, match=r"'nowhere' is no workflow class .* Engine\(\.\.\., workflows="):
             await engine.command("wf:nowhere-a", Cart.add, "x")

@@ -25,7 +25,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from keiro.errors import ChildFailed, DecodeFailed, PayloadRejected, StepFailed, WorkflowFailed
-from keiro.failures import MAX_CHAIN, MAX_EXCEPTIONS, MAX_TEXT, MAX_TRACEBACK, Failure, capture, describe, revive
+from keiro.failures import (
+    MAX_CHAIN,
+    MAX_EXCEPTIONS,
+    MAX_TEXT,
+    MAX_TRACEBACK,
+    Failure,
+    capture,
+    describe,
+    revive,
+    summary,
+)
 
 
 class Colour(Enum):
@@ -493,6 +503,14 @@ def test_a_group_comes_back_with_its_members() -> None:
     assert isinstance(inner, ExceptionGroup)
     assert [type(member) for member in inner.exceptions] == [Declined, StepFailed]
     assert capture(revived) == stored(group)
+
+
+def test_the_summary_of_a_group_names_its_first_member() -> None:
+    group = ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("deep"), KeyError(1)])
+
+    assert summary(capture(group)) == (
+        "ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions): ValueError: deep"
+    )
 
 
 def test_a_huge_group_keeps_its_type_and_as_many_members_as_there_is_room_for() -> None:

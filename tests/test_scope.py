@@ -353,6 +353,15 @@ async def test_map_wants_an_async_function(basket: Basket) -> None:
         await basket.map(lambda scope, item: plain(item), [2])
 
 
+def test_map_over_a_step_says_what_to_write(basket: Basket) -> None:
+    @step
+    def weigh(item: int) -> int:
+        return item
+
+    with pytest.raises(InvalidCall, match=r"run\.map\(lambda scope, item: scope\.step\(weigh, item\), items\)"):
+        basket.map(weigh, [1, 2])  # type: ignore[arg-type]
+
+
 async def test_map_wants_a_key_of_its_own_for_each_item(basket: Basket) -> None:
     async def ship(scope: ScopedRun, item: str) -> None: ...
 

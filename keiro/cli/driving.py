@@ -36,6 +36,9 @@ def load_workflow(spec: str) -> tuple[list[Workflow], Workflow]:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise InvalidCall(f"{spec!r} names no workflow: write MODULE:WORKFLOW, for example orders:fulfil")
+    if module_name.endswith(".py"):
+        dotted = module_name.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise InvalidCall(f"{spec!r} names a file: name the module, {dotted}:{name}")
     # As with `python -m`: what lies in the current folder can be imported.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

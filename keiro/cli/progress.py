@@ -13,7 +13,7 @@ from rich.table import Column
 from keiro.cli.output import note
 from keiro.engine import Engine
 from keiro.errors import StoreError
-from keiro.events import AttemptFailed, Event, StepRecorded, ms_of
+from keiro.events import AttemptFailed, Event, StepRecorded, WorkflowCompleted, WorkflowFailed, ms_of
 from keiro.rows import Run
 
 LOOK_S: Final = 0.1
@@ -24,6 +24,7 @@ class Seen:
 
     def __init__(self, run_id: str, since_ms: int) -> None:
         self.version = 0
+        self.ended_before = False
         self._run_id = run_id
         self._since_ms = since_ms
         self._steps = self._before = self._failures = 0
@@ -39,12 +40,14 @@ class Seen:
         elif isinstance(event, AttemptFailed):
             self._failures += 1
             self._last = f"{event.step} failed: {event.failure.message}"
+        elif isinstance(event, WorkflowCompleted | WorkflowFailed):
+            self.ended_before = ms_of(event.timestamp) < self._since_ms
 
     @property
     def counts(self) -> str:
         """How far the run is."""
         parts = [_many(self._steps, "step")]
-        if self._before:
+        if self._before and not self.ended_before:
             parts[0] += f", {self._before} of them recorded before"
         if self._failures:
             parts.append(_many(self._failures, "failed attempt"))
@@ -69,13 +72,14 @@ async def watch(engine: Engine, run_id: str, ended: Awaitable[Run], since_ms: in
     console = Console(stderr=True)
     try:
         await _look(engine, seen)
-        note(seen.beginning)
+        if not seen.ended_before:
+            note(seen.beginning)
         if console.is_terminal and not console.is_dumb_terminal:
             await _live(engine, seen, result, console)
         else:
             await asyncio.wait([result])
         await _look(engine, seen)
-        note(f"{run_id} has ended: {seen.counts}")
+        note(f"{run_id} has ended{' before' if seen.ended_before else ''}: {seen.counts}")
         return await result
     finally:
         result.cancel()

@@ -213,6 +213,7 @@ def test_show_and_journal_as_json(filled: Shell) -> None:
     [
         ("wf:chain-zwei", "there is no run 'wf:chain-zwei' here: `keiro list` shows those that exist"),
         ("chain-eins", "'chain-eins' is not a run id: it must read wf:<workflow>-<key>"),
+        ("chain-eins", ". Was 'wf:chain-eins' meant?"),
         ("wf:chain-a#01", "is not a run id"),
         ("wf:chain-\udcff", "is not allowed"),
         ("", "'' is not a run id"),

@@ -46,6 +46,7 @@ def test_what_steps_and_their_programs_print_does_not_mix_with_the_result(keiro:
 def test_a_run_that_has_ended_gives_its_result_again(keiro: Shell) -> None:
     for _ in range(2):
         assert keiro.json("run", "orders:chain", "--id", "a") == 3
+    assert keiro("run", "orders:chain", "--id", "a").stderr == "wf:chain-a has ended before: 3 steps\n"
     assert keiro.effects == ["work 0", "work 1", "work 2"]
     assert keiro.json("run", "orders:chain", "--input", "1") == 0  # without an id: a new one
     conflict = keiro("run", "orders:chain", "--id", "a", "--input", "[5]")
@@ -183,6 +184,8 @@ def test_a_result_is_printed_although_runs_of_others_hold_the_engine_up(keiro: S
         (["orders:nope"], "module 'orders' has no 'nope'; its workflows are: chain, held, broken, noisy, basket"),
         (["orders:not_one"], "3 is no workflow: pass a function decorated with @keiro.workflow"),
         (["orders:work"], "is no workflow"),
+        (["orders.py:chain"], "'orders.py:chain' names a file: name the module, orders:chain"),
+        (["./shop/orders.py:chain"], "name the module, shop.orders:chain"),
         (["exits:chain"], "module 'exits' cannot be imported (SystemExit: 7)"),
         (["raises:chain"], "module 'raises' cannot be imported (RuntimeError: at import)"),
         (["orders:chain", "--input", '{"n":'], "--input is not JSON (Input data was truncated)"),

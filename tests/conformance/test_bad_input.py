@@ -357,7 +357,16 @@ IN_A_BODY: list[tuple[Callable[[Any], Any], type[KeiroError], str]] = [
     (lambda run: run.map(effect, [1], limit=0), InvalidCall, "limit is a whole number from 1"),
     (lambda run: run.map(effect, [1], key="x"), InvalidCall, "key is a function that names an item"),
     (lambda run: run.map(lambda scope, item: None, [1]), InvalidCall, "must be an async function"),
-    (lambda run: run.map(effect, [1, 1], key=str), InvalidCall, "items 0 and 1 have the same key '1'"),
+    (
+        lambda run: run.map(effect, [1]),
+        InvalidCall,
+        "a step, but what is called for each item gets a scope and the item",
+    ),
+    (
+        lambda run: run.map(lambda scope, item: None, [1, 1], key=str),
+        InvalidCall,
+        "items 0 and 1 have the same key '1'",
+    ),
     (lambda run: run.apply(effect), InvalidCall, "is not a command of WorkflowRun"),
 ]
 

@@ -255,3 +255,33 @@ async def test_p5_a_run_whose_task_is_cancelled_from_outside_has_not_failed(make
         await asyncio.wait([driver.task])
         assert driver.sealed
         assert await topics(handle) == ["WorkflowStarted"]
+
+
+async def test_a_task_left_behind_by_a_failed_body_ends_quietly_with_the_engine(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run has ended, so its record is worth nothing: a store that is closed is no outage to wait for."""
+    left: list[asyncio.Task[None]] = []
+
+    async def lingers() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        left.append(task)
+        await gate["go"].wait()
+
+    async def fails() -> None:
+        raise ValueError("the first of two")
+
+    @keiro.workflow
+    async def greedy(run: keiro.WorkflowRun) -> None:
+        await asyncio.gather(run.step(lingers), run.step(fails))
+
+    async with make_engine(greedy) as engine:
+        with pytest.raises(keiro.WorkflowFailed, match="the first of two"):
+            await engine.execute(greedy, id="a")
+    gate["go"].set()
+
+    async with asyncio.timeout(20):
+        [outcome] = await asyncio.gather(*left, return_exceptions=True)
+    assert isinstance(outcome, keiro.RunSealed)
+    assert "does not answer" not in caplog.text

@@ -208,7 +208,7 @@ async def test_a_wait_that_times_out_leaves_nothing_behind(make_engine: MakeEngi
     async with make_engine(waiting, grace=0) as engine:
         handle = await engine.start(waiting, id="a")
         await gate["entered"].wait()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=f"{handle.run_id} has not ended within 0.001 s"):
             await handle.result(timeout=0.001)
         with pytest.raises(keiro.RunNotFound):
             await engine.handle("wf:waiting-none").result()

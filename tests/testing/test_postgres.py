@@ -120,4 +120,5 @@ def test_wheel_serves_where_the_system_has_no_postgres(monkeypatch: pytest.Monke
 
 def test_server_is_safe_from_power_loss_only_on_request() -> None:
     with PostgresServer(durable=True) as server, psycopg.connect(server.url()) as connection:
-        assert connection.execute("SHOW fsync").fetchone() == ("on",)
+        for setting in (b"fsync", b"full_page_writes", b"synchronous_commit"):
+            assert connection.execute(b"SHOW " + setting).fetchone() == ("on",)
