@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import secrets
 import uuid
 from asyncio import Future, Task
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 import msgspec
@@ -25,21 +26,29 @@ from keiro.decisions import (
     AlreadyPresent,
     Append,
     Appended,
+    Command,
     FenceLost,
     New,
     Outcome,
+    Refused,
     RefusedTerminal,
+    Rotate,
+    Spawn,
+    Start,
     Stored,
+    VersionConflict,
     fold,
     new,
 )
 from keiro.definition import Step, Workflow
 from keiro.errors import (
+    ContinueAsNew,
     DecodeFailed,
     InvalidCall,
     NonDeterminism,
     PayloadRejected,
     ProjectionFailed,
+    RunConflict,
     RunSealed,
     StepNameClash,
     StoreError,
@@ -47,20 +56,26 @@ from keiro.errors import (
 from keiro.events import (
     AttemptFailed,
     Event,
+    StateChanged,
     StepRecorded,
+    StepRetracted,
+    Wait,
     WorkflowCompleted,
     WorkflowFailed,
     WorkflowRetried,
+    WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
-from keiro.identity import StepIds
+from keiro.identity import StepIds, again, check_key, child_step, run_id, token_step
 from keiro.mapper import EventMapper
+from keiro.projections.waits import Spawned
 from keiro.reports import SENTENCES
 from keiro.retry import Retry
 from keiro.rows import Head, Run
 from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
 from keiro.stores.base import Store
 from keiro.threads import in_thread
+from keiro.waits import Waits, is_external
 
 COMPLETED: Final = "__workflow_completed__"
 FAILED: Final = "__workflow_failed__"
@@ -83,6 +98,12 @@ class Host(Protocol):
 
     def report(self, event: str, run_id: str, **fields: object) -> None:
         """Tell operators something they should know."""
+
+    def birth_owner(self, workflow: Workflow) -> int | None:
+        """The worker to be that a run of this workflow may be born as owned by, if there is one and it has room."""
+
+    def submit_birth(self, command: Command) -> Future[Outcome]:
+        """Send a command with which a run may be born as ours."""
 
 
 class Handle(Protocol):
@@ -123,6 +144,9 @@ class Driver:
         "__weakref__",
         "_begun",
         "_called",
+        "_catching",
+        "_clocks",
+        "_consumed",
         "_history",
         "_ids",
         "_in_flight",
@@ -130,10 +154,15 @@ class Driver:
         "_known",
         "_loop",
         "_names",
+        "_patches",
+        "_recording",
+        "_retracted",
         "_root",
+        "_spawned",
         "_stored",
         "_unseen",
         "_version",
+        "_waits",
         "draining",
         "epoch",
         "handle",
@@ -141,6 +170,7 @@ class Driver:
         "lost",
         "over",
         "owner",
+        "parking",
         "run",
         "sealed",
         "task",
@@ -172,6 +202,16 @@ class Driver:
         self._known = head.version
         self._root: Strand | None = None
         self._instance: WorkflowRun
+        self._recording = 0
+        self._patches = workflow.patches  # those of the round's beginning, where it is not read: it began here
+        self.parking: Future[None] | None = None  # while it is being decided whether the run leaves this process
+        # What most runs never need is made when it is first needed.
+        self._waits: Waits | None = None
+        self._catching: Task[None] | None = None
+        self._clocks: dict[str, int] | None = None
+        self._retracted: dict[str, int] | None = None
+        self._consumed: set[str] | None = None
+        self._spawned: dict[str, int] | None = None
 
     # Life
 
@@ -198,9 +238,13 @@ class Driver:
             )
             # A result that nobody could read would make the run completed, and every look at it an error.
             self.workflow.decode_result(payload)
-            event: Event = WorkflowCompleted(result=Raw(payload))
+            event: Event | ContinueAsNew = WorkflowCompleted(result=Raw(payload))
         except RunSealed:
             return
+        except ContinueAsNew as handoff:
+            if self.sealed:
+                return
+            event = handoff
         except asyncio.CancelledError as error:
             # Cancelled from outside (shutdown, the loop's end): the run is handed back, it has not failed. Without a
             # request to cancel this task, the body awaited something that was cancelled: that is its own failure.
@@ -217,7 +261,7 @@ class Driver:
             # From here on no task that the body has left behind begins an effect, whose record would be refused.
             self.over = True
         try:
-            await self._settle(event)
+            await (self._rotate(event.payload) if isinstance(event, ContinueAsNew) else self._settle(event))
         except RunSealed:
             return  # what a sealed body raises is not the run's either
 
@@ -225,8 +269,9 @@ class Driver:
         """Whether the body that has returned is the one that was recorded."""
         if self._called != self._begun:
             self._doubt("never_awaited", self._called - self._begun)
-        if self._history:
-            self._doubt("never_asked_for", ", ".join(sorted(self._history)[:10]))
+        # Children, deferreds and tokens may be asked for again and stay.
+        if forgotten := sorted(name for name in self._history if not name.startswith(("awk", "child:"))):
+            self._doubt("never_asked_for", ", ".join(forgotten[:10]))
 
     def _doubt(self, what: str, steps: object) -> None:
         if self.host.strict:
@@ -236,11 +281,15 @@ class Driver:
     def _remember(self) -> None:
         """Read the history, here and not where runs are adopted: one that cannot be read stops no other run."""
         stored, self._stored = self._stored, []
+        if stored and stored[0].version == 1:
+            self._patches = _decode_started(stored[0].payload).patches
+            stored = stored[1:]
         check_contiguous(self.run.run_id, stored, after=1, until=self._known)
         if stored:
             # More than the head had at the claim, where somebody appended before the history was read.
             self._version = self._known = stored[-1].version
-        self._history = history_of(self.run.run_id, stored)
+        past = past_of(self.run.run_id, stored)
+        self._history, self._clocks, self._retracted = past.steps, past.clocks, past.retracted
         if self.workflow.aggregate is not None:
             self._unseen = deque(row for row in stored if ":" in row.topic)
 
@@ -259,7 +308,8 @@ class Driver:
     async def _settle(self, event: Event) -> None:
         # A failure may be followed by another one after a resurrection or a retry, so its id is fresh each time.
         event_id = self._ids(COMPLETED) if isinstance(event, WorkflowCompleted) else uuid.uuid4().bytes
-        await self._record(new(event, event_id))
+        alone = self.run.parent_run_id is None and not self._clocks
+        await self._record(new(event, event_id), alone=alone)
         match event:
             case WorkflowFailed():
                 self.host.report("run_failed", self.run.run_id, error=summary(event.failure))
@@ -276,6 +326,8 @@ class Driver:
             self.sealed = True
             if self.draining is not None:
                 self.draining.set()
+            if self._waits is not None:
+                self._waits.seal()
             if self.task is not None and not self.task.done():
                 self.task.cancel()
 
@@ -287,15 +339,32 @@ class Driver:
 
     # Recording
 
-    async def _record(self, *events: New) -> tuple[Outcome, int]:
-        """Append events under the fence, however often the store is away meanwhile; and when they were recorded."""
+    async def _record(
+        self, *events: New, alone: bool = True, exact: bool = False, within: Within | None = None
+    ) -> tuple[Outcome, int]:
+        """Append events under the fence, however often the store is away meanwhile; and when they were recorded.
+
+        With `exact`, only if nothing else has been appended that was not read here: else the outcome is
+        `VersionConflict`, and what came has been read. `within` makes the append part of a command of more runs.
+        """
+        self._recording += 1
+        try:
+            return await self._recorded(events, alone, exact, within)
+        finally:
+            self._recording -= 1
+
+    async def _recorded(
+        self, events: tuple[New, ...], alone: bool, exact: bool, within: Within | None
+    ) -> tuple[Outcome, int]:
         pauses = iter(STORE_RETRY_S)
         while True:
+            if self.parking is not None:
+                await asyncio.shield(self.parking)
             if self.sealed:
                 raise RunSealed(_sealed(self.run.run_id))
             at_ms = self.host.wall_ms()
             try:
-                outcome = await self._send(events, at_ms)
+                outcome = await self._send(events, at_ms, alone, exact, within)
             except (StoreError, ProjectionFailed) as error:
                 # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
                 # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
@@ -313,10 +382,19 @@ class Driver:
                 if outcome.version > self._version:
                     # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
                     self._version = outcome.version
+                if outcome.version == self._known + len(events) and all(":" not in one.event.TOPIC for one in events):
+                    self._known = outcome.version  # nobody else's event is between them
                 return outcome, at_ms
             if isinstance(outcome, AlreadyPresent):
                 self._version = max(self._version, outcome.stored.version)
                 return outcome, outcome.stored.recorded_at_ms
+            if isinstance(outcome, VersionConflict):
+                self._version = outcome.version
+                await self.catch_up()
+                return outcome, at_ms
+            if isinstance(outcome, Refused):
+                await self._reload()
+                raise RunConflict(f"{self.run.run_id}: {outcome.reason}")
             self.lost = True
             self.seal()
             match outcome:
@@ -326,7 +404,13 @@ class Driver:
                     self.host.report("already_ended", self.run.run_id, status=outcome.status)
             raise RunSealed(_sealed(self.run.run_id))
 
-    def _send(self, events: tuple[New, ...], at_ms: int) -> Future[Outcome]:
+    def _send(
+        self, events: tuple[New, ...], at_ms: int, alone: bool, exact: bool, within: Within | None
+    ) -> Future[Outcome]:
+        append = self._appending(events, at_ms, alone and within is None, exact)
+        return self.host.store.submit(append) if within is None else self.host.submit_birth(within(append))
+
+    def _appending(self, events: tuple[New, ...], at_ms: int, alone: bool = True, exact: bool = False) -> Append:
         run = self.run
         after = run if type(events[0].event) is StepRecorded else fold(run, events, at_ms)
         expected = self._version
@@ -334,9 +418,74 @@ class Driver:
         changed = None
         if after is not run:
             self.run = changed = after
-        return self.host.store.submit(
-            Append(run.run_id, events, at_ms, run.run_key, self.owner, self.epoch, expected, changed)
+        return Append(
+            run.run_id,
+            events,
+            at_ms,
+            run.run_key,
+            self.owner,
+            self.epoch,
+            expected,
+            changed,
+            exact,
+            alone and not exact,
         )
+
+    # What others append
+
+    @property
+    def version(self) -> int:
+        """The version the run has when all that was sent is recorded."""
+        return self._version
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step runs, or something is being recorded."""
+        return bool(self._in_flight or self._recording)
+
+    def is_recorded(self, step: str) -> bool:
+        """Whether `step` is in the history that was read and not yet taken."""
+        return step in self._history
+
+    def wake(self) -> None:
+        """Others have appended to the run: read it, if anything waits for that."""
+        if self._waits and self._catching is None and not self.sealed:
+            self._catching = self._loop.create_task(self.catch_up(), name=f"catch up {self.run.run_id}")
+            self._catching.add_done_callback(self._caught_up)
+
+    def _caught_up(self, task: Task[None]) -> None:
+        self._catching = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.host.report("store_away", self.run.run_id, error=str(error))
+            self._loop.call_later(0.5, self.wake)
+
+    async def catch_up(self) -> None:
+        """Read what was appended since, and give it to who waits for it."""
+        known = self._known
+        rows = (await self.host.store.history([self.run.run_key], after=known))[self.run.run_key]
+        self._absorb(known, rows)
+
+    def _absorb(self, known: int, rows: list[Stored]) -> None:
+        rows = [row for row in rows if row.version > self._known]  # others may have read on meanwhile
+        if not rows:
+            return
+        check_contiguous(self.run.run_id, rows, after=self._known, until=self._known)
+        for row in rows:
+            if ":" in row.topic:
+                if self.workflow.aggregate is not None:
+                    if self._unseen is _NO_EVENTS:
+                        self._unseen = deque()
+                    self._unseen.append(row)
+                    if self._waits is not None:
+                        self._waits.commanded()
+            elif row.topic == "StepRecorded":
+                found = _read_step(row)
+                if is_external(found.step):
+                    self._history[found.step] = found
+                    if self._waits is not None:
+                        self._waits.recorded(found.step)
+        self._known = rows[-1].version
+        self._version = max(self._version, self._known)
 
     async def _reload(self) -> None:
         pauses = iter(STORE_RETRY_S)
@@ -405,7 +554,7 @@ class Driver:
             self.host.report("inputs_differ", self.run.run_id, step=name)
         failed = found.failed
         if failed is not None and failed.next_attempt_at_ms is not None:
-            await self._pause(failed.next_attempt_at_ms)
+            await self._pause(name, failed.next_attempt_at_ms)
             self._called += 1
             return await self._execute(
                 strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, failed.attempt + 1
@@ -437,6 +586,8 @@ class Driver:
             if self.draining is not None:
                 # Steps of other tasks are still to end and be recorded: raising here could stop the body before.
                 await self.draining.wait()
+            if self.parking is not None:
+                await asyncio.shield(self.parking)
             if self.sealed or self.over or not host.holds():
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
@@ -474,7 +625,7 @@ class Driver:
                     recorded = StepRecorded(
                         step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest
                     )
-                    outcome, strand.now_ms = await self._record(new(recorded, self._ids(name)))
+                    outcome, strand.now_ms = await self._record(new(recorded, self._id(name)))
                     if type(outcome) is AlreadyPresent:
                         # Another writer recorded this step first: its value is the step's.
                         payload = bytes(_decode_step(outcome.stored.payload).result)
@@ -487,7 +638,7 @@ class Driver:
                 self._in_flight -= 1
                 if self.draining is not None and not self._in_flight:
                     self.seal()
-            await self._pause(again_at)
+            await self._pause(name, again_at)
             attempt += 1
 
     def _next_attempt(self, retry: Retry | None, attempt: int, error: Exception) -> int | None:
@@ -497,10 +648,275 @@ class Driver:
         delay = retry.delay(attempt, error, random.random())
         return None if delay is None else self.host.wall_ms() + round(delay * 1000)
 
-    async def _pause(self, until_ms: int) -> None:
-        wait = until_ms - self.host.wall_ms()
-        if wait > 0:
-            await asyncio.sleep(wait / 1000)
+    async def _pause(self, name: str, until_ms: int) -> None:
+        if until_ms > self.host.wall_ms():
+            await self.waits.over("retry", f"retry:{name}", until_ms)
+
+    def _id(self, name: str) -> bytes:
+        """The id of the event that records a step."""
+        return self._ids(again(name, self._retracted.get(name, 0)) if self._retracted else name)
+
+    # Waits
+
+    @property
+    def waits(self) -> Waits:
+        """The open waits."""
+        if self._waits is None:
+            self._waits = Waits(self)
+        return self._waits
+
+    async def _own(self, strand: Strand, step: str, result: bytes, *, exact: bool = False) -> bool:
+        """Record a step of the engine's own; False if something came before it, where that must not be."""
+        self._check_going_on()
+        recorded = StepRecorded(step=step, result=Raw(result), started_at_ms=self.host.wall_ms())
+        outcome, at_ms = await self._record(new(recorded, self._id(step)), alone=False, exact=exact)
+        if isinstance(outcome, VersionConflict):
+            return False
+        strand.now_ms = at_ms
+        if self.workflow.aggregate is not None:
+            await self._deliver(self._version_of(outcome))
+        return True
+
+    def _check_going_on(self) -> None:
+        if self.sealed or self.over or not self.host.holds():
+            raise RunSealed(_sealed(self.run.run_id))
+
+    async def _take(self, strand: Strand, found: Recorded) -> None:
+        """A recorded step is delivered to the body."""
+        strand.now_ms = found.at_ms
+        if self._unseen:
+            await self._deliver(found.version)
+
+    async def _clock(self, kind: str, step: str, due_ms: int) -> int:
+        """Set a clock, unless it is set: the first deadline wins."""
+        if self._clocks is None:
+            self._clocks = {}
+        if step not in self._clocks:
+            self._check_going_on()
+            set_ = StateChanged(state="clock_scheduled", waits=(Wait(kind, step, due_ms),))
+            outcome, _ = await self._record(new(set_, self._ids(f"clock:{step}")), alone=False)
+            if isinstance(outcome, AlreadyPresent):
+                due_ms = _decode_state(outcome.stored.payload).waits[0].due_at_ms or due_ms
+            self._clocks[step] = due_ms
+        return self._clocks[step]
+
+    def sleep(self, due_ms: Callable[[], int], name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine ends when `due_ms` has come, as it was when it was first asked."""
+        strand = self._here()
+        step = self._reserve(f"sleep:{name}", strand)
+        return self._sleep(strand, self._history.pop(step, None), step, due_ms)
+
+    async def _sleep(self, strand: Strand, found: Recorded | None, step: str, due_ms: Callable[[], int]) -> None:
+        if found is not None:
+            await self._take(strand, found)
+            return
+        known = (self._clocks or {}).get(step)
+        due = await self._clock("sleep", step, due_ms() if known is None else known)
+        await self.waits.over("sleep", step, due)
+        await self._own(strand, step, b"null")
+
+    def wait(self, kind: str, step: str, timeout: float | None) -> Coroutine[Any, Any, Recorded]:
+        """The coroutine waits for a step that others record; it raises `TimeoutError` after `timeout` seconds."""
+        strand = self._here()
+        limit = None if timeout is None else self._reserve(f"timeout:{step}", strand)
+        return self._await(strand, kind, step, timeout, limit)
+
+    async def _await(self, strand: Strand, kind: str, step: str, timeout: float | None, limit: str | None) -> Recorded:
+        expired = None if limit is None else self._history.pop(limit, None)
+        while True:
+            found = self._history.get(step)
+            if expired is not None and (found is None or expired.version < found.version):
+                await self._take(strand, expired)
+                raise self._too_late(step, timeout)
+            if found is not None:
+                if self._consumed is None:
+                    self._consumed = set()
+                self._consumed.add(step)
+                await self._take(strand, found)
+                return found
+            due = None
+            if limit is not None and timeout is not None:
+                due = await self._clock("timeout", limit, self.host.wall_ms() + round(timeout * 1000))
+            if await self.waits.over(kind, step, due):
+                continue
+            assert limit is not None
+            # Only if nothing came before it: whichever is first in the journal has won, for every replay.
+            if await self._own(strand, limit, b"null", exact=True):
+                raise self._too_late(step, timeout)
+
+    def _too_late(self, step: str, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"{self.run.run_id} waited {timeout:g} s for {step!r}, and it did not come")
+
+    def until(self, predicate: Callable[[], Any], timeout: float | None, name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine ends when `predicate` holds for what the body has been delivered."""
+        strand = self._here()
+        step = self._reserve(f"until:{name}", strand)
+        return self._until(strand, self._history.pop(step, None), step, predicate, timeout)
+
+    async def _until(
+        self, strand: Strand, found: Recorded | None, step: str, predicate: Callable[[], Any], timeout: float | None
+    ) -> None:
+        limit = f"timeout:{step}"
+        expired = None if timeout is None else self._history.pop(limit, None)
+        if found is not None or expired is not None:
+            recorded = found or expired
+            assert recorded is not None
+            await self._take(strand, recorded)
+            if found is None:
+                raise self._too_late(step, timeout)
+            return
+        due = None
+        if timeout is not None:
+            due = await self._clock("timeout", limit, self.host.wall_ms() + round(timeout * 1000))
+        await self.catch_up()
+        while True:
+            held = bool(predicate())
+            while not held and self._unseen:
+                await self._deliver(self._unseen[0].version)
+                held = bool(predicate())
+            # Recorded only at the version that the body has seen, so that a replay delivers as much before it.
+            if held:
+                if not self._unseen and await self._own(strand, step, b"null", exact=True):
+                    return
+                if self._unseen:
+                    await self._deliver(self._known)
+                continue
+            if await self.waits.command(step, due):
+                continue
+            if not self._unseen and await self._own(strand, limit, b"null", exact=True):
+                raise self._too_late(step, timeout)
+
+    def first(self, awaitables: Sequence[Awaitable[Any]], name: str) -> Coroutine[Any, Any, tuple[int, Any]]:
+        """Reserve the name now; the coroutine gives the index and the value of what is done first."""
+        strand = self._here()
+        step = self._reserve(f"first:{name}", strand)
+        return self._first(strand, self._history.pop(step, None), step, awaitables)
+
+    async def _first(
+        self, strand: Strand, found: Recorded | None, step: str, awaitables: Sequence[Awaitable[Any]]
+    ) -> tuple[int, Any]:
+        if found is not None:
+            winner = int(msgspec.json.decode(found.result))
+            for index, awaitable in enumerate(awaitables):
+                if index != winner and asyncio.iscoroutine(awaitable):
+                    awaitable.close()
+            await self._take(strand, found)
+            return winner, await awaitables[winner]
+        tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            winner = next(index for index, task in enumerate(tasks) if task.done())
+        finally:
+            for task in tasks:
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._own(strand, step, b"%d" % winner)
+        return winner, tasks[winner].result()
+
+    def token(self, name: str) -> Coroutine[Any, Any, str]:
+        """The coroutine gives the token of a deferred, which is recorded before it is given out."""
+        strand = self._here()
+        return self._token(strand, token_step(name))
+
+    async def _token(self, strand: Strand, step: str) -> str:
+        found = self._history.get(step)
+        if found is None:
+            await self._own(strand, step, b'"%s"' % secrets.token_urlsafe(18).encode())
+            rows = (await self.host.store.history([self.run.run_key], after=1))[self.run.run_key]
+            found = next(one for row in rows if row.topic == "StepRecorded" and (one := _read_step(row)).step == step)
+            self._history[step] = found
+        secret: str = msgspec.json.decode(found.result)
+        return secret
+
+    # Children
+
+    def spawn(
+        self, workflow: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None, on_cancel: str
+    ) -> Coroutine[Any, Any, str]:
+        """Reserve the child's key now; the coroutine records the child and gives its key."""
+        strand = self._here()
+        if key is None:
+            if self._spawned is None:
+                self._spawned = {}
+            path = f"{workflow.name}-" + strand.path.partition(".")[2]
+            number = self._spawned[path] = self._spawned.get(path, 0) + 1
+            key = f"{self.run.key}-{path}.{number}" if strand.path != "0" else f"{self.run.key}-{path}{number}"
+        payload = workflow.input.encode(args, kwargs, limit=self.host.payload_limit)
+        return self._spawn(strand, workflow, payload, check_key(key), on_cancel)
+
+    async def _spawn(self, strand: Strand, workflow: Workflow, payload: bytes, key: str, on_cancel: str) -> str:
+        step, child = child_step(key), run_id(workflow.name, key)
+        found = self._history.get(step)
+        if found is None:
+            self._check_going_on()
+            at_ms = self.host.wall_ms()
+            lineage = self.run.lineage_id
+            started = WorkflowStarted(
+                workflow=workflow.name,
+                key=key,
+                input=Raw(payload),
+                parent=lineage,
+                on_cancel=on_cancel,
+                version=workflow.version,
+                patches=workflow.patches,
+            )
+            spawned = Spawned(run_id=child, workflow=workflow.name, key=key, on_cancel=on_cancel)
+            recorded = StepRecorded(step=step, result=Raw(msgspec.json.encode(spawned)), started_at_ms=at_ms)
+            start = Start(child, new(started, self._ids(f"start:{child}")), at_ms, self.host.birth_owner(workflow))
+            outcome, strand.now_ms = await self._record(
+                new(recorded, self._id(step)), within=lambda append: Spawn(append, start)
+            )
+            if self._known < self._version:
+                await self.catch_up()  # maybe the child had ended before, and the spawn told so
+            result = outcome.stored.payload if isinstance(outcome, AlreadyPresent) else None
+            found = Recorded(step, recorded.result if result is None else _decode_step(result).result)
+            found.at_ms = strand.now_ms
+            self._history[step] = found
+        else:
+            await self._take(strand, found)
+        known = _decode_spawned(found.result)
+        if known.run_id != child:
+            raise RunConflict(
+                f"{self.run.run_id}: the child {key!r} is {known.run_id} here and cannot be {child} too: give the "
+                "other one an id of its own"
+            )
+        return key
+
+    # Rounds
+
+    def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContinueAsNew:
+        """What ends this round and begins the next one with these inputs, when it is raised."""
+        self._here()
+        return ContinueAsNew(self.workflow.input.encode(args, kwargs, limit=self.host.payload_limit))
+
+    async def _rotate(self, payload: bytes) -> None:
+        run = self.run
+        following = run_id(run.workflow, run.key, run.round_ordinal + 1)
+        ids = StepIds(run.workflow, run.key, run.round_ordinal + 1)
+        started = WorkflowStarted(
+            workflow=run.workflow,
+            key=run.key,
+            input=Raw(payload),
+            round=run.round_ordinal + 1,
+            lineage=run.lineage_id,
+            parent=run.run_id,
+            on_cancel=run.on_cancel,
+            deadline_at_ms=run.deadline_at_ms,
+            version=self.workflow.version,
+            patches=self.workflow.patches,
+        )
+        taken = frozenset(step.removeprefix("awk:") for step in self._consumed or () if step.startswith("awk:"))
+
+        def within(append: Append) -> Rotate:
+            return Rotate(append, Start(following, new(started, ids("start")), append.at_ms, self.owner), taken)
+
+        await self._record(new(WorkflowCompleted(handoff=following), self._ids(COMPLETED)), within=within)
+
+    def patched(self, patch: str) -> bool:
+        """Whether this round was begun by a program that had the patch."""
+        self._here()
+        return patch in self._patches
 
     # Commands of the aggregate
 
@@ -548,8 +964,7 @@ class Driver:
             rows = (await self.host.store.history([key], after=known))[key]
             if self._known == known:  # else another task of the body has read on meanwhile
                 check_contiguous(self.run.run_id, rows, after=known, until=version)
-                self._unseen.extend(row for row in rows if ":" in row.topic)
-                self._known = rows[-1].version
+                self._absorb(known, rows)
         while self._unseen and self._unseen[0].version <= version:
             apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
 
@@ -618,6 +1033,9 @@ class Info(msgspec.Struct, frozen=True):
     created_at_ms: int
 
 
+Within = Callable[[Append], Command]
+
+
 class Recorded(msgspec.Struct, gc=False):
     """What the journal says about a step, as far as a replay asks: decoded straight from StepRecorded, without the
     event around it, then told when it was recorded and at which version of the run. `failed` is set instead of a
@@ -633,15 +1051,37 @@ class Recorded(msgspec.Struct, gc=False):
 
 
 _decode_step: Final = msgspec.json.Decoder(Recorded).decode
+_decode_state: Final = msgspec.json.Decoder(StateChanged).decode
+_decode_started: Final = msgspec.json.Decoder(WorkflowStarted).decode
+_decode_spawned: Final = msgspec.json.Decoder(Spawned).decode
+_decode_retracted: Final = msgspec.json.Decoder(StepRetracted).decode
 _decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
 
 
-def history_of(run_id: str, stored: list[Stored]) -> dict[str, Recorded]:
-    """The newest word of the journal on each step.
+class Past(NamedTuple):
+    """What the journal says of a run: the newest word on each step, when its clocks are due, and how often each step
+    was retracted."""
 
-    A retry of the workflow gives its failed steps a new chance; what succeeded stays.
+    steps: dict[str, Recorded]
+    clocks: dict[str, int] | None
+    retracted: dict[str, int] | None
+
+
+def _read_step(row: Stored) -> Recorded:
+    found = _decode_step(row.payload)
+    found.at_ms = row.recorded_at_ms
+    found.version = row.version
+    return found
+
+
+def past_of(run_id: str, stored: list[Stored]) -> Past:
+    """What is to be known for a replay.
+
+    A retry of the workflow, and a resurrection, give its failed steps a new chance; what succeeded stays.
     """
     history: dict[str, Recorded] = {}
+    clocks: dict[str, int] | None = None
+    retracted: dict[str, int] | None = None
     try:
         for row in stored:
             if row.topic == "StepRecorded":
@@ -649,6 +1089,19 @@ def history_of(run_id: str, stored: list[Stored]) -> dict[str, Recorded]:
                 found.at_ms = row.recorded_at_ms
                 found.version = row.version
                 history[found.step] = found
+            elif row.topic == "StateChanged":
+                changed = _decode_state(row.payload)
+                if changed.state == "clock_scheduled":
+                    clocks = {} if clocks is None else clocks
+                    for wait in changed.waits:
+                        clocks.setdefault(wait.step, wait.due_at_ms or 0)
+            elif row.topic == "StepRetracted":
+                step = _decode_retracted(row.payload).step
+                history.pop(step, None)
+                retracted = {} if retracted is None else retracted
+                retracted[step] = retracted.get(step, 0) + 1
+                if clocks is not None:
+                    clocks.pop(step, None)
             elif row.topic == "AttemptFailed":
                 failed = _decode_failure(row.payload)
                 history[failed.step] = Recorded(
@@ -658,7 +1111,7 @@ def history_of(run_id: str, stored: list[Stored]) -> dict[str, Recorded]:
                     version=row.version,
                     failed=failed,
                 )
-            elif row.topic == "WorkflowRetried":
+            elif row.topic in ("WorkflowRetried", "WorkflowResurrected"):
                 for name in [name for name, found in history.items() if found.failed is not None]:
                     del history[name]
     except msgspec.DecodeError as error:
@@ -667,7 +1120,7 @@ def history_of(run_id: str, stored: list[Stored]) -> dict[str, Recorded]:
             "replayed without it: restore the journal from a backup, or update keiro if a newer one wrote it",
             where=row.topic,
         ) from error
-    return history
+    return Past(history, clocks, retracted)
 
 
 def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: int) -> None:

@@ -129,6 +129,17 @@ class MigrationRequired(StoreError):
     """The database schema is older or newer than this version of keiro, or is not keiro's."""
 
 
+class ContinueAsNew(BaseException):
+    """Raised by `run.continue_as_new` to leave the body: `payload` is the input of the next round.
+
+    A `BaseException`, because user code must not swallow it.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__("this round ends and the next one begins")
+        self.payload = payload
+
+
 class RunSealed(BaseException):
     """Raised by every `run.*` call of a body whose run this process must no longer drive.
 

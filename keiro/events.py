@@ -84,6 +84,8 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     attributes: dict[str, Any] | None = None
     version: str | None = None
     """The version tag of the workflow's code."""
+    patches: tuple[str, ...] = ()
+    """The patches that the program which began the round had: for this round they are decided."""
 
 
 class StepRecorded(Event, frozen=True, kw_only=True, omit_defaults=True):

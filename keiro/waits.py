@@ -1,0 +1,199 @@
+"""What a driven run waits for, in memory: clocks, deferreds, children, and the parking of a run that only waits.
+
+A wait is over when its step is recorded, whoever recorded it, or when its time has come. A run that does nothing but
+wait for a while is parked: one event that holds only if nothing has come meanwhile, and the run leaves the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future, Task, TimerHandle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+from keiro.decisions import Append, Appended, VersionConflict, fold, new
+from keiro.errors import StoreError
+from keiro.events import StateChanged, Wait
+from keiro.identity import StepIds
+
+if TYPE_CHECKING:
+    from keiro.driver import Driver
+
+PARK_S: float = 0.1
+"""How long a run has to do nothing but wait before it is parked: what comes sooner costs no replay."""
+LONGEST_S: Final = 3600.0
+"""A clock is looked at that often at least: the machine may have slept."""
+
+
+def is_external(step: str) -> bool:
+    """Whether others than the run's own body record this step."""
+    return step.startswith("awk:") or (step.startswith("child:") and step.endswith(":result"))
+
+
+class _Open:
+    """One wait of one task of the body."""
+
+    __slots__ = ("due_ms", "future", "kind", "step")
+
+    def __init__(self, kind: str, step: str, due_ms: int | None, future: Future[None]) -> None:
+        self.kind = kind
+        self.step = step
+        self.due_ms = due_ms
+        self.future = future
+
+
+class Waits:
+    """The open waits of one driven run."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[_Open, None] = {}  # in the order in which they began
+        self._timer: TimerHandle | None = None
+        self._mark: tuple[int, int] = (0, 0)
+        self._begun = 0
+        self._task: Task[None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    async def over(self, kind: str, step: str, due_ms: int | None = None) -> bool:
+        """Wait until `step` is recorded (True) or `due_ms` has come (False), whichever is first."""
+        host = self._driver.host
+        with self._opened(kind, step, due_ms) as wait:
+            while not self._driver.is_recorded(step):
+                left = None if due_ms is None else (due_ms - host.wall_ms()) / 1000
+                if left is not None and left <= 0:
+                    return False
+                self.rest()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if left is None else min(left, LONGEST_S)):
+                        await wait.future
+                if wait.future.done():
+                    wait.future = self._loop.create_future()
+            return True
+
+    async def command(self, step: str, due_ms: int | None) -> bool:
+        """Wait until a command of the aggregate has come (True) or `due_ms` has (False)."""
+        host = self._driver.host
+        with self._opened("until", step, due_ms) as wait:
+            left = None if due_ms is None else (due_ms - host.wall_ms()) / 1000
+            if left is not None and left <= 0:
+                return False
+            self.rest()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if left is None else min(left, LONGEST_S)):
+                    await wait.future
+                    return True
+            return due_ms is None or host.wall_ms() < due_ms
+
+    @contextmanager
+    def _opened(self, kind: str, step: str, due_ms: int | None) -> Iterator[_Open]:
+        wait = _Open(kind, step, due_ms, self._loop.create_future())
+        self._open[wait] = None
+        self._begun += 1
+        try:
+            yield wait
+        finally:
+            del self._open[wait]
+
+    def recorded(self, step: str) -> None:
+        """Others have recorded this step."""
+        for wait in self._open:
+            if wait.step == step and not wait.future.done():
+                wait.future.set_result(None)
+
+    def commanded(self) -> None:
+        """A command of the aggregate has come."""
+        for wait in self._open:
+            if wait.kind == "until" and not wait.future.done():
+                wait.future.set_result(None)
+
+    def seal(self) -> None:
+        """Nothing more is waited for here."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for wait in self._open:
+            wait.future.cancel()
+
+    # Parking
+
+    def rest(self) -> None:
+        """The run may have nothing left to do but wait: look again in a moment, and park it if that is so."""
+        if self._timer is None and self._task is None:
+            self._timer = self._loop.call_later(PARK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        driver = self._driver
+        if driver.sealed or driver.over or not self._open:
+            return
+        mark = (driver.version, self._begun)
+        if driver.busy or (mark != self._mark and PARK_S > 0):
+            self._mark = mark
+            self.rest()
+            return
+        self._task = self._loop.create_task(self._park(), name=f"park {driver.run.run_id}")
+        self._task.add_done_callback(self._parked)
+
+    def _parked(self, task: Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._driver.host.report("store_away", self._driver.run.run_id, error=str(error))
+        if not self._driver.sealed and not self._driver.over and self._open:
+            self.rest()
+
+    async def _park(self) -> None:
+        """Leave the process, unless something has come: the event holds only at the version the run is known at."""
+        driver = self._driver
+        # No effect begins and nothing is recorded until this is decided.
+        driver.parking = self._loop.create_future()
+        try:
+            await driver.catch_up()
+            # What has come is not delivered yet: its task is to run first.
+            while self._open and not driver.busy and not driver.sealed and not self._come():
+                waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
+                event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
+                run, at_ms = driver.run, driver.host.wall_ms()
+                after = fold(run, (event,), at_ms)
+                outcome = await driver.host.store.submit(
+                    Append(
+                        run.run_id,
+                        (event,),
+                        at_ms,
+                        run.run_key,
+                        driver.owner,
+                        driver.epoch,
+                        driver.version,
+                        after,
+                        exact=True,
+                    )
+                )
+                if isinstance(outcome, VersionConflict):
+                    await driver.catch_up()
+                    continue
+                if isinstance(outcome, Appended):
+                    driver.run = after
+                else:
+                    driver.lost = True
+                driver.seal()
+        except StoreError as error:
+            driver.host.report("store_away", driver.run.run_id, error=str(error))
+            await asyncio.sleep(0.5)
+        finally:
+            driver.parking.set_result(None)
+            driver.parking = None
+
+    def _come(self) -> bool:
+        now = self._driver.host.wall_ms()
+        return any(
+            wait.future.done()
+            or self._driver.is_recorded(wait.step)
+            or (wait.due_ms is not None and wait.due_ms <= now)
+            for wait in self._open
+        )
+
+    def _id(self, version: int) -> bytes:
+        run = self._driver.run
+        return StepIds(run.workflow, run.key, run.round_ordinal)(f"__workflow_suspended__#{version}")
