@@ -544,14 +544,26 @@ class Driver:
     async def _deliver(self, version: int) -> None:
         """Bring the body's instance to `version`: a replay delivers the same events at the same places."""
         while version > (known := self._known):
-            key = self.run.run_key
-            rows = (await self.host.store.history([key], after=known))[key]
+            rows = await self._read_on(known)
             if self._known == known:  # else another task of the body has read on meanwhile
                 check_contiguous(self.run.run_id, rows, after=known, until=version)
                 self._unseen.extend(row for row in rows if ":" in row.topic)
                 self._known = rows[-1].version
         while self._unseen and self._unseen[0].version <= version:
             apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
+
+    async def _read_on(self, after: int) -> list[Stored]:
+        """The events of the run since version `after`, however often the store is away meanwhile: they are recorded,
+        and an outage between that and this is no failure of the body's."""
+        pauses = iter(STORE_RETRY_S)
+        while True:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id))
+            try:
+                return (await self.host.store.history([self.run.run_key], after))[self.run.run_key]
+            except StoreError as error:
+                self.host.report("store_away", self.run.run_id, error=str(error))
+            await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
 
     @property
     def info(self) -> Info:

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,20 @@ async def chain(run: keiro.WorkflowRun, n: int, size: int = 0) -> int:
 @keiro.workflow
 async def fine(run: keiro.WorkflowRun) -> str:
     return await run.step(work, f"fine {run.key}", 1)
+
+
+class Counting(keiro.WorkflowRun, name="counting"):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @keiro.event("Counted")
+    def counts(self) -> None:
+        self.count += 1
+
+    async def execute(self) -> int:
+        await self.step(work, self.key)
+        await self.apply(Counting.counts)
+        return self.count
 
 
 async def intact(url: str, n: int) -> None:
@@ -518,6 +532,28 @@ async def test_a_server_that_goes_away_and_comes_back_is_waited_for(
         assert await asyncio.gather(*(handle.result(30) for handle in handles)) == [30] * 10
         assert await engine.execute(fine) == "x"
     await intact(url, 10)
+
+
+async def test_an_outage_between_a_record_and_its_delivery_fails_no_body(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F8: the body of an aggregate reads what was recorded; the store may be away just then."""
+    away = True
+
+    async def history(run_keys: Sequence[int], after: int = 0) -> Any:
+        nonlocal away
+        away = not away
+        if not away:
+            raise StoreUnavailable("the server is shutting down")
+        return await read(run_keys, after)
+
+    async with keiro.Engine(store_url, workflows=[Counting], migrate=True) as engine:
+        reports = Reports(engine)
+        read = engine.store.history
+        monkeypatch.setattr(engine.store, "history", history)
+        assert await engine.execute(Counting, id="a") == 1
+        assert effects == {"a": 1}
+        assert ("store_away", "the server is shutting down") in reports.seen
 
 
 @pytest.mark.crash
