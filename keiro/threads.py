@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_begin_again)
 async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a plain function in a thread, in a copy of this task's context.
 
-    When the await is cancelled the function goes on, and its result is thrown away.
+    When the await is cancelled the function goes on, and its result is thrown away; if it has not begun, it never does.
     """
     loop = asyncio.get_running_loop()
     future: Future[Any] = loop.create_future()
@@ -86,6 +86,10 @@ async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             future.set_exception(error)
 
     def work() -> None:
+        if future.cancelled():
+            # Meanwhile the step may have failed, or its run be another worker's: an effect that began only now would
+            # be nobody's.
+            return
         result, error = None, None
         try:
             result = context.run(fn, *args, **kwargs)
