@@ -632,7 +632,7 @@ class PostgresStore:
         def fault(error: Exception) -> KeiroError:
             return postgres_fault(getattr(error, "sqlstate", None), str(error), self._target)
 
-        return SqlRunTables(self._sql, connect, fault)
+        return SqlRunTables(self._sql, connect, fault, _NOW)
 
     # Rows of projections, and transactions of callers
 
