@@ -696,9 +696,13 @@ def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: in
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(seconds) as limit:
-            return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
+        async with asyncio.timeout(seconds if step.is_async else None) as limit:
+            if step.is_async:
+                return await step.fn(*args, **kwargs)
+            # Counted from when a thread is free for it: until then the step has not taken any time.
+            return await in_thread(step.fn, args, kwargs, lambda: limit.reschedule(loop.time() + seconds))
     except TimeoutError:
         if limit.expired():
             raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None

@@ -65,8 +65,13 @@ def _begin_again() -> None:
 os.register_at_fork(after_in_child=_begin_again)
 
 
-async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a plain function in a thread, in a copy of this task's context.
+async def in_thread(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    begins: Callable[[], object] | None = None,
+) -> Any:
+    """Call a plain function in a thread, in a copy of this task's context. `begins` is called here when it begins.
 
     When the await is cancelled the function goes on, and its result is thrown away; if it has not begun, it never does.
     """
@@ -91,6 +96,9 @@ async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             # be nobody's.
             return
         result, error = None, None
+        if begins is not None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: future.done() or begins())
         try:
             result = context.run(fn, *args, **kwargs)
         except BaseException as raised:
