@@ -27,6 +27,8 @@ BLOCKED_S: Final = 5.0
 """An event loop that stands still for longer is told of: it endangers the lease."""
 DEAD_S: Final = 600.0
 """An event loop that stands still for longer is taken for dead: its lease is not renewed for it any more."""
+FAREWELL_S: Final = 5.0
+"""How long a worker that ends waits for a store that may not answer; its lease ends by itself."""
 RETRY_S: Final = 0.5
 """How soon a lease that could not be renewed is tried again."""
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -106,8 +108,9 @@ class Worker:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        with suppress(StoreError):
-            await self._bury_self(self._incarnation)
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._bury_self(self._incarnation)
 
     async def _bury_self(self, old: Incarnation) -> None:
         # Again where a renewal that was still under way came between the look and the burial.
