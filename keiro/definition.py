@@ -120,7 +120,8 @@ def step(
 ) -> Any:
     """Give a function the options it has as a step: its name, retries, and a timeout in seconds for each attempt.
 
-    The function may be async or plain; a plain one runs in a thread. It stays callable as before.
+    The function may be async or plain; a plain one runs in a thread, and its timeout counts from when one is free for
+    it. It stays callable as before.
     """
 
     def decorate(fn: Callable[..., Any]) -> Step:

@@ -960,13 +960,25 @@ class Driver:
     async def _deliver(self, version: int) -> None:
         """Bring the body's instance to `version`: a replay delivers the same events at the same places."""
         while version > (known := self._known):
-            key = self.run.run_key
-            rows = (await self.host.store.history([key], after=known))[key]
+            rows = await self._read_on(known)
             if self._known == known:  # else another task of the body has read on meanwhile
                 check_contiguous(self.run.run_id, rows, after=known, until=version)
                 self._absorb(known, rows)
         while self._unseen and self._unseen[0].version <= version:
             apply_event(self._instance, self.host.mapper.decode_row(self._unseen.popleft(), self.run.run_id))
+
+    async def _read_on(self, after: int) -> list[Stored]:
+        """The events of the run since version `after`, however often the store is away meanwhile: they are recorded,
+        and an outage between that and this is no failure of the body's."""
+        pauses = iter(STORE_RETRY_S)
+        while True:
+            if self.sealed:
+                raise RunSealed(_sealed(self.run.run_id))
+            try:
+                return (await self.host.store.history([self.run.run_key], after))[self.run.run_key]
+            except StoreError as error:
+                self.host.report("store_away", self.run.run_id, error=str(error))
+            await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
 
     @property
     def info(self) -> Info:
@@ -1137,9 +1149,13 @@ def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: in
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(seconds) as limit:
-            return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
+        async with asyncio.timeout(seconds if step.is_async else None) as limit:
+            if step.is_async:
+                return await step.fn(*args, **kwargs)
+            # Counted from when a thread is free for it: until then the step has not taken any time.
+            return await in_thread(step.fn, args, kwargs, lambda: limit.reschedule(loop.time() + seconds))
     except TimeoutError:
         if limit.expired():
             raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None

@@ -57,6 +57,8 @@ from keiro.worker import Worker
 T = TypeVar("T")
 
 STUBBORN_S: Final = 5.0
+FAREWELL_S: Final = 15.0
+"""How long a closing engine waits for a store that may not answer to take back its runs."""
 DEFAULT_URL: Final = "sqlite:///keiro.db"
 _NOT_OPEN: Final = "the engine is not open: use it inside `async with engine:`"
 
@@ -194,14 +196,16 @@ class Engine:
             if stubborn:
                 self.report("still_running", "", runs=len(stubborn))
         await asyncio.sleep(0)  # their done-callbacks have run
-        await self.births_over()
         mine = [driver.run.run_key for driver in drivers if not driver.lost]
-        if mine:
-            try:
-                await self.store.release(worker.key, mine)
-            except errors.StoreError as failed:
-                # The lease ends by itself; whoever claims then continues.
-                self.report("not_handed_back", "", error=str(failed))
+        try:
+            # A store that does not answer is as good as one that is away.
+            async with asyncio.timeout(FAREWELL_S):
+                await self.births_over()
+                if mine:
+                    await self.store.release(worker.key, mine)
+        except (errors.StoreError, TimeoutError) as failed:
+            # The lease ends by itself; whoever claims then continues.
+            self.report("not_handed_back", "", error=str(failed) or "the store does not answer")
         await worker.stop()
         # From here on nobody begins to wait for what will not be told any more.
         self._worker = None

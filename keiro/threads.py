@@ -65,10 +65,15 @@ def _begin_again() -> None:
 os.register_at_fork(after_in_child=_begin_again)
 
 
-async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a plain function in a thread, in a copy of this task's context.
+async def in_thread(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    begins: Callable[[], object] | None = None,
+) -> Any:
+    """Call a plain function in a thread, in a copy of this task's context. `begins` is called here when it begins.
 
-    When the await is cancelled the function goes on, and its result is thrown away.
+    When the await is cancelled the function goes on, and its result is thrown away; if it has not begun, it never does.
     """
     loop = asyncio.get_running_loop()
     future: Future[Any] = loop.create_future()
@@ -86,7 +91,14 @@ async def in_thread(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             future.set_exception(error)
 
     def work() -> None:
+        if future.cancelled():
+            # Meanwhile the step may have failed, or its run be another worker's: an effect that began only now would
+            # be nobody's.
+            return
         result, error = None, None
+        if begins is not None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: future.done() or begins())
         try:
             result = context.run(fn, *args, **kwargs)
         except BaseException as raised:

@@ -27,6 +27,8 @@ BLOCKED_S: Final = 5.0
 """An event loop that stands still for longer is told of: it endangers the lease."""
 DEAD_S: Final = 600.0
 """An event loop that stands still for longer is taken for dead: its lease is not renewed for it any more."""
+FAREWELL_S: Final = 5.0
+"""How long a worker that ends waits for a store that may not answer; its lease ends by itself."""
 RETRY_S: Final = 0.5
 """How soon a lease that could not be renewed is tried again."""
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -87,7 +89,7 @@ class Worker:
         await self._store.adopt_orphans()
         await self.report_unregistered()
         self._seen_at = _elapsed()
-        threading.Thread(target=self._stand_in, name="keiro lease", daemon=True).start()
+        threading.Thread(target=self._stand_in, args=(loop,), name="keiro lease", daemon=True).start()
         self._tasks = [loop.create_task(self._keep_lease(), name="keiro lease")]
         if self._claims:
             self._tasks.append(loop.create_task(self._claim_for_ever(), name="keiro claims"))
@@ -106,8 +108,9 @@ class Worker:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        with suppress(StoreError):
-            await self._bury_self(self._incarnation)
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._bury_self(self._incarnation)
 
     async def _bury_self(self, old: Incarnation) -> None:
         # Again where a renewal that was still under way came between the look and the burial.
@@ -228,13 +231,15 @@ class Worker:
         await self._store.adopt_orphans()
         await self._release_strays()
 
-    def _stand_in(self) -> None:
+    def _stand_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew in the place of an event loop that stands still; in a thread of its own.
 
         Without it a step that blocks the loop for longer than the lease would be taken over while it runs, by a worker
         that then loses it in the same way, and so for ever.
         """
         while not self._ended.wait(BLOCKED_S / 5):
+            if loop.is_closed():
+                return  # it ended without a close of the engine: nobody is left to drive what the lease would keep
             key, started = self.key, _elapsed()
             still = started - self._seen_at - RENEW_MS / 1000
             if self._sealed or still > DEAD_S or started - self._renewed_at < RENEW_MS / 1000 + BLOCKED_S:

@@ -61,20 +61,37 @@ async def test_threads_are_reused_and_never_more_than_the_limit() -> None:
 
 
 async def test_a_cancelled_await_does_not_wait_for_its_function() -> None:
-    go, ended = threading.Event(), threading.Event()
+    began, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def works() -> None:
+        began.set()
         go.wait(30)
         ended.set()
 
     task = asyncio.create_task(in_thread(works, (), {}))
-    await asyncio.sleep(0)
+    assert await asyncio.to_thread(began.wait, 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not ended.is_set()
     go.set()
     assert await asyncio.to_thread(ended.wait, 30)
+
+
+async def test_a_function_whose_await_was_cancelled_before_a_thread_was_free_never_begins() -> None:
+    """Its step has failed meanwhile, or its run is driven elsewhere: nobody would know of the effect."""
+    go, began = threading.Event(), threading.Event()
+    busy = [asyncio.create_task(in_thread(go.wait, (30,), {})) for _ in range(MOST)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(in_thread(began.set, (), {}))
+    behind = asyncio.create_task(in_thread(int, (), {}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    go.set()
+    await asyncio.gather(*busy, behind)
+    await in_thread(int, (), {})
+    assert not began.is_set()
 
 
 PROGRAM = """

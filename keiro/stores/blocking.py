@@ -33,7 +33,7 @@ class RunTables(Protocol):
 
 class SqlRunTables:
     """Runs and snapshots in a SQL database. `connect` gives an autocommitting connection: how to execute, how to
-    close.
+    close; `now` is the query for the database's time, where leases are counted by that.
     """
 
     def __init__(
@@ -41,10 +41,12 @@ class SqlRunTables:
         sql: Sql,
         connect: Callable[[], tuple[Execute, Callable[[], None]]],
         fault: Callable[[Exception], Exception],
+        now: str | None = None,
     ) -> None:
         self._sql = sql
         self._connect = connect
         self._fault = fault
+        self._now = now
         self._lock = threading.Lock()
         self._open: tuple[Execute, Callable[[], None]] | None = None
         self.snapshots: SnapshotTable = self
@@ -74,6 +76,11 @@ class SqlRunTables:
 
     def renew(self, worker_key: int, now_ms: int) -> bool:
         """Extend the lease of a worker."""
+        if self._now is not None:
+            # What the event loop's thread carried on may have stood still while the machine slept: a lease counted from
+            # it would have ended already, and the worker take it for a fresh one.
+            ((now,),) = self._execute(self._now, ())
+            now_ms = int(now)
         return bool(self._execute(self._sql.text.renew, (now_ms + LEASE_MS, worker_key)))
 
     def _execute(self, sql: str, values: Sequence[Any]) -> list[Row]:

@@ -56,6 +56,8 @@ log: Final = logging.getLogger("keiro")
 
 LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
 RECONNECT_S: Final = 5.0
+FAREWELL_S: Final = 10.0
+"""How long a store that is closed waits for a server that may not answer to commit what is queued."""
 LOCK_LIMIT_S: Final = 15.0
 """How long a batch waits for the lock, which a caller's own transaction may hold. Whoever waits is told then."""
 FEW: Final = 4
@@ -174,6 +176,7 @@ class PostgresStore:
         self._jobs: list[Callable[[], Awaitable[None]]] = []
         self._nudge: Future[None] | None = None
         self._closing = False
+        self._given_up = False
         self._alone = True
         self._told = False
         self._me = uuid.uuid4().hex
@@ -185,7 +188,7 @@ class PostgresStore:
     async def open(self, *, migrate: bool) -> None:
         """Connect, and bring the schema up to date or verify it."""
         self._loop = asyncio.get_running_loop()
-        self._closing = False
+        self._closing = self._given_up = False
         self._reading = asyncio.Lock()
         self._following = asyncio.Lock()
         self._queue = Queue(self._loop, self._wake_writer)
@@ -225,15 +228,24 @@ class PostgresStore:
             raise
 
     async def close(self) -> None:
-        """Commit what is queued and disconnect."""
+        """Commit what is queued and disconnect. Where the server does not answer, who still waits is told so."""
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._finish()
+        except TimeoutError:
+            self._given_up = True
+            await self._disconnect()
+            await self._finish()
+        for task in self._background:
+            task.cancel()
+        await self._disconnect()
+
+    async def _finish(self) -> None:
         if self._gated is not None:
             await self._gated.drain()
         self._closing = True
         self._wake_writer()
-        await self._writing
-        for task in self._background:
-            task.cancel()
-        await self._disconnect()
+        await asyncio.wait([self._writing])
 
     async def _disconnect(self) -> None:
         self._closing = True
@@ -564,6 +576,8 @@ class PostgresStore:
 
     async def _writer_now(self) -> Connection:
         if self._writer is None or self._writer.closed:
+            if self._given_up:
+                raise StoreUnavailable(f"{self._target} did not answer before the engine was closed")
             self._writer = await self._connect()
         return self._writer
 
@@ -593,7 +607,7 @@ class PostgresStore:
                     return result
                 except Exception as error:
                     await self._roll_back()
-                    if not _again(error) or self._loop.time() > deadline:
+                    if not _again(error) or self._loop.time() > deadline or self._given_up:
                         raise self._fault(error) from error
                 await asyncio.sleep(0.05)
 
@@ -631,7 +645,7 @@ class PostgresStore:
         def fault(error: Exception) -> KeiroError:
             return postgres_fault(getattr(error, "sqlstate", None), str(error), self._target)
 
-        return SqlRunTables(self._sql, connect, fault)
+        return SqlRunTables(self._sql, connect, fault, _NOW)
 
     # Rows of projections, and transactions of callers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 import keiro
 from keiro.events import AttemptFailed, WorkflowRetried
+from keiro.threads import MOST
 from tests.conformance.test_steps import calls, note, replay, step_names, topics
 from tests.conftest import MakeEngine
 
@@ -116,6 +118,33 @@ async def test_wf_35_and_68_a_workflow_retries_at_its_own_pace_up_to_its_ceiling
         assert calls == ["once", "try", "try", "try"]
         retried = [event.attempt async for event in ended.events() if isinstance(event, WorkflowRetried)]
         assert retried == [1, 2]
+
+
+async def test_a_timeout_counts_from_when_a_thread_is_free(make_engine: MakeEngine) -> None:
+    """However many plain functions there are: what has not begun has taken no time."""
+    go = threading.Event()
+
+    def takes_a_thread() -> None:
+        go.wait(30)
+
+    def quick() -> str:
+        calls.append("quick")
+        return "quick"
+
+    @keiro.workflow
+    async def crowded(run: keiro.WorkflowRun) -> str:
+        async with asyncio.TaskGroup() as group:
+            for n in range(MOST):
+                group.create_task(run.step(takes_a_thread, key=f"before {n}"))
+            await asyncio.sleep(0)
+            behind = group.create_task(run.step(quick, timeout=0.25))
+            await asyncio.sleep(0.5)
+            go.set()
+        return behind.result()
+
+    async with make_engine(crowded) as engine:
+        assert await engine.execute(crowded) == "quick"
+        assert calls == ["quick"]
 
 
 async def test_a_timeout_is_an_attempt_that_failed(make_engine: MakeEngine) -> None:

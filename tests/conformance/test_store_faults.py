@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import psycopg
 import pytest
 
 import keiro
+from keiro import engine as engines
+from keiro import worker as workers
 from keiro.errors import KeiroError, MigrationRequired, StoreBusy, StoreError, StoreUnavailable
 from keiro.stores import migrate
 from keiro.stores import postgres as postgres_store
@@ -55,6 +58,20 @@ async def chain(run: keiro.WorkflowRun, n: int, size: int = 0) -> int:
 @keiro.workflow
 async def fine(run: keiro.WorkflowRun) -> str:
     return await run.step(work, f"fine {run.key}", 1)
+
+
+class Counting(keiro.WorkflowRun, name="counting"):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @keiro.event("Counted")
+    def counts(self) -> None:
+        self.count += 1
+
+    async def execute(self) -> int:
+        await self.step(work, self.key)
+        await self.apply(Counting.counts)
+        return self.count
 
 
 async def intact(url: str, n: int) -> None:
@@ -520,6 +537,28 @@ async def test_a_server_that_goes_away_and_comes_back_is_waited_for(
     await intact(url, 10)
 
 
+async def test_an_outage_between_a_record_and_its_delivery_fails_no_body(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F8: the body of an aggregate reads what was recorded; the store may be away just then."""
+    away = True
+
+    async def history(run_keys: Sequence[int], after: int = 0) -> Any:
+        nonlocal away
+        away = not away
+        if not away:
+            raise StoreUnavailable("the server is shutting down")
+        return await read(run_keys, after)
+
+    async with keiro.Engine(store_url, workflows=[Counting], migrate=True) as engine:
+        reports = Reports(engine)
+        read = engine.store.history
+        monkeypatch.setattr(engine.store, "history", history)
+        assert await engine.execute(Counting, id="a") == 1
+        assert effects == {"a": 1}
+        assert ("store_away", "the server is shutting down") in reports.seen
+
+
 @pytest.mark.crash
 async def test_an_engine_can_be_closed_while_the_server_is_away(
     restartable_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
@@ -533,6 +572,39 @@ async def test_an_engine_can_be_closed_while_the_server_is_away(
         async with asyncio.timeout(30):
             await engine.close()
     assert "not_handed_back" in [event for event, _ in reports.seen]
+
+
+async def test_an_engine_can_be_closed_while_the_server_does_not_answer(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connected, but silent: a stopped server, or a network that lets nothing through any more."""
+    monkeypatch.setattr(engines, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(workers, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(postgres_store, "FAREWELL_S", 0.1)
+    async with postgres_engine(postgres_url, grace=0.05) as (engine, _, reports):
+        await engine.start(chain, 10_000, id="0")
+        await until(lambda: acknowledged)
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            backends = connection.execute(
+                "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
+                " AND pid <> pg_backend_pid() AND datname = current_database()"
+            ).fetchall()
+        for (pid,) in backends:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            started = asyncio.create_task(engine.start(fine))
+            read = asyncio.create_task(engine.runs())
+            await asyncio.sleep(0)
+            close = asyncio.create_task(engine.close())
+            ended, _ = await asyncio.wait([close, started, read], timeout=30)
+        finally:
+            for (pid,) in backends:
+                os.kill(pid, signal.SIGCONT)
+        assert ended == {close, started, read}
+        for waiting in (started, read):
+            with pytest.raises(StoreUnavailable):
+                await waiting
+    assert ("not_handed_back", "the store does not answer") in reports.seen
 
 
 async def test_a_lock_that_somebody_keeps_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

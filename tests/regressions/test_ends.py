@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 import keiro
+from keiro import worker as workers
 from keiro.errors import KeiroError, StoreUnavailable
 from keiro.stores.postgres import PostgresStore
 from tests.conftest import MakeEngine
@@ -127,6 +130,20 @@ def test_an_engine_opens_again_in_another_event_loop(make_engine: MakeEngine) ->
     assert asyncio.run(once()) == 1
 
 
+def test_a_lease_is_not_renewed_for_an_event_loop_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine was never closed and drives nothing any more: the runs are for others when the lease ends."""
+    monkeypatch.setattr(workers, "BLOCKED_S", 0.05)
+    before = set(threading.enumerate())
+
+    async def leave_open() -> set[threading.Thread]:
+        await keiro.Engine("memory://", workflows=[quick]).__aenter__()
+        return {thread for thread in threading.enumerate() if thread.name == "keiro lease"} - before
+
+    (standing_in,) = asyncio.run(leave_open())
+    standing_in.join(30)
+    assert not standing_in.is_alive()
+
+
 async def test_a_closed_store_does_not_connect_again(postgres_url: str) -> None:
     async with keiro.Engine(postgres_url, workflows=[quick], migrate=True) as engine:
         await engine.execute(quick, id="a")
@@ -169,6 +186,19 @@ async def test_a_new_incarnation_asks_postgres_for_the_time(postgres_url: str) -
         store._offset_ms -= 3_600_000
         await worker._begin_again()
         (row,) = [row for row in await store.workers() if row.worker_key == worker.key]
+        ((now,),) = await store._select("SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint", ())
+        assert row.lease_expires_at_ms > int(now)
+
+
+async def test_a_lease_renewed_for_a_blocked_loop_is_counted_by_the_time_of_postgres(postgres_url: str) -> None:
+    """The process's clock may have stood still for hours: the lease would have ended already, and the worker go on."""
+    async with keiro.Engine(postgres_url, migrate=True) as engine:
+        store, worker = engine.store, engine._worker
+        assert isinstance(store, PostgresStore) and worker is not None
+        store._offset_ms -= 3_600_000
+        with closing(store.run_tables()) as tables:
+            assert tables.renew(worker.key, store.now_ms())
+        (row,) = await store.workers()
         ((now,),) = await store._select("SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint", ())
         assert row.lease_expires_at_ms > int(now)
 
