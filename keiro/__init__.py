@@ -40,15 +40,21 @@ from keiro.retry import Retry as Retry
 from keiro.rows import Run as Run
 from keiro.rows import Status as Status
 from keiro.run import WorkflowRun as WorkflowRun
+from keiro.scope import Child as Child
+from keiro.scope import Deferred as Deferred
+from keiro.scope import First as First
 from keiro.scope import ScopedRun as ScopedRun
 
 __all__ = (
+    "Child",
     "ChildCancelled",
     "ChildFailed",
     "DecodeFailed",
+    "Deferred",
     "DeferredCancelled",
     "Engine",
     "FenceLost",
+    "First",
     "Handle",
     "InvalidCall",
     "InvalidName",

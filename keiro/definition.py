@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, Final, ParamSpec, TypeVar, overload
@@ -140,6 +140,7 @@ class Workflow:
         name: str | None = None,
         retry: Retry | None = None,
         version: str | None = None,
+        patches: Sequence[str] = (),
         aggregate: type[Any] | None = None,
     ) -> None:
         if not inspect.iscoroutinefunction(body):
@@ -152,6 +153,9 @@ class Workflow:
                 f"version of workflow {self.name!r} is a tag of at most 256 printable characters, not {version!r:.300}"
             )
         self.version = version
+        if isinstance(patches, str) or not all(isinstance(patch, str) and patch for patch in patches):
+            raise InvalidCall(f"patches of workflow {self.name!r} is a list of names, not {patches!r}")
+        self.patches = tuple(patches)
         self.aggregate = aggregate
         self.input: InputCodec = input_codec(body, skip_first=True, where=f"input of workflow {self.name!r}")
         self.decode_result: Decoder = result_decoder(body, where=f"result of workflow {self.name!r}")
@@ -168,7 +172,11 @@ class Workflow:
 def workflow(body: Callable[..., Any], /) -> Workflow: ...
 @overload
 def workflow(
-    *, name: str | None = None, retry: Retry | None = None, version: str | None = None
+    *,
+    name: str | None = None,
+    retry: Retry | None = None,
+    version: str | None = None,
+    patches: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Workflow]: ...
 def workflow(
     body: Callable[..., Any] | None = None,
@@ -177,15 +185,17 @@ def workflow(
     name: str | None = None,
     retry: Retry | None = None,
     version: str | None = None,
+    patches: Sequence[str] = (),
 ) -> Any:
     """Make an async function whose first parameter is the run into a workflow.
 
     `name` (default: the function's) is stored with every run: keep it when the function is renamed. `retry` runs the
     body again after an exception left it (default: the run fails). `version` is a tag stored with each run.
+    `patches` are the names that `run.patched(name)` holds for in rounds that begin from now on.
     """
 
     def decorate(body: Callable[..., Any]) -> Workflow:
-        return Workflow(body, name=name, retry=retry, version=version)
+        return Workflow(body, name=name, retry=retry, version=version, patches=patches)
 
     return decorate if body is None else decorate(body)
 

@@ -15,6 +15,7 @@ from asyncio import Future, Task
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
@@ -66,7 +67,7 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
-from keiro.identity import StepIds, again, check_key, child_step, run_id, token_step
+from keiro.identity import StepIds, again, check_key, child_step, parse_run_id, run_id, token_step
 from keiro.mapper import EventMapper
 from keiro.projections.waits import Spawned
 from keiro.reports import SENTENCES
@@ -104,6 +105,12 @@ class Host(Protocol):
 
     def submit_birth(self, command: Command) -> Future[Outcome]:
         """Send a command with which a run may be born as ours."""
+
+    async def child_cancelled(self, run_id: str) -> bool:
+        """Cancel a run; whether it was this call that did."""
+
+    async def child_status(self, run_id: str) -> str:
+        """Where a run stands."""
 
 
 class Handle(Protocol):
@@ -462,8 +469,7 @@ class Driver:
     async def catch_up(self) -> None:
         """Read what was appended since, and give it to who waits for it."""
         known = self._known
-        rows = (await self.host.store.history([self.run.run_key], after=known))[self.run.run_key]
-        self._absorb(known, rows)
+        self._absorb(known, await self._read_on(known))
 
     def _absorb(self, known: int, rows: list[Stored]) -> None:
         rows = [row for row in rows if row.version > self._known]  # others may have read on meanwhile
@@ -883,6 +889,14 @@ class Driver:
             )
         return key
 
+    def of_child(self, run_id: str, what: str) -> Coroutine[Any, Any, Any]:
+        """Cancel a child, or ask for its status, as a recorded step."""
+        key = parse_run_id(run_id).key
+        step = Step(
+            partial(self.host.child_cancelled if what == "cancel" else self.host.child_status, run_id), name=what
+        )
+        return self.step(step, (), {}, name=f"child:{key}:{what}", retry=None, timeout=None)
+
     # Rounds
 
     def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContinueAsNew:
@@ -909,9 +923,13 @@ class Driver:
         taken = frozenset(step.removeprefix("awk:") for step in self._consumed or () if step.startswith("awk:"))
 
         def within(append: Append) -> Rotate:
-            return Rotate(append, Start(following, new(started, ids("start")), append.at_ms, self.owner), taken)
+            return Rotate(append, Start(following, new(started, ids("start")), append.at_ms), taken)
 
         await self._record(new(WorkflowCompleted(handoff=following), self._ids(COMPLETED)), within=within)
+
+    def wall_ms(self) -> int:
+        """The time it is now."""
+        return self.host.wall_ms()
 
     def patched(self, patch: str) -> bool:
         """Whether this round was begun by a program that had the patch."""

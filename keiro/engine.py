@@ -7,7 +7,7 @@ import os
 import signal
 import uuid
 from asyncio import Future
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from weakref import ref
@@ -20,12 +20,17 @@ from keiro.decisions import (
     AlreadyPresent,
     Append,
     Appended,
+    Cancel,
     Command,
+    Deliver,
     Existing,
     InputDiffers,
     New,
     Outcome,
+    Refused,
     RefusedTerminal,
+    Resurrect,
+    Retract,
     Start,
     Stored,
     VersionConflict,
@@ -35,13 +40,25 @@ from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowStarted
-from keiro.failures import Failure, describe, revive, summary
+from keiro.failures import Failure, capture, describe, revive, summary
 from keiro.follower import ProjectionStatus
-from keiro.identity import check_command_id, check_key, check_workflow_name, parse_run_id, run_id
+from keiro.identity import (
+    check_command_id,
+    check_key,
+    check_step_name,
+    check_workflow_name,
+    deferred_step,
+    lineage_of,
+    parse_run_id,
+    parse_token,
+    run_id,
+    token_step,
+)
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
 from keiro.projections.steps import steps as fold_steps
+from keiro.projections.waits import ChildRow, Exit
 from keiro.readmodels import ReadModels
 from keiro.reports import Outage, log, report
 from keiro.repository import RunRepository, repository
@@ -257,15 +274,18 @@ class Engine:
             )
         key = check_key(id) if id is not None else uuid.uuid4().hex
         payload = definition.input.encode(args, kwargs, limit=self.payload_limit)
-        started = WorkflowStarted(workflow=definition.name, key=key, input=Raw(payload), version=definition.version)
+        started = WorkflowStarted(
+            workflow=definition.name,
+            key=key,
+            input=Raw(payload),
+            version=definition.version,
+            patches=definition.patches,
+        )
         own_id = run_id(definition.name, key)
         owned = registered is not None and worker.leased and connection is None and self.free_slots() > 0
         command = Start(own_id, new(started, uuid.uuid4().bytes), self.wall_ms(), worker.key if owned else None)
         if owned:
-            birth = self.store.submit(command)
-            self._births.add(birth)
-            birth.add_done_callback(self._born)
-            outcome = await birth
+            outcome = await self.submit_birth(command)
         else:
             outcome = await self._submit(command, connection)
         match outcome:
@@ -291,8 +311,142 @@ class Engine:
         return await handle.result()
 
     def handle(self, run_id: str) -> Handle:
-        """The handle of a run by its id, whether or not it exists and whoever drives it."""
+        """The handle of a run by its id, whether or not it exists and whoever drives it. It follows the run through its
+        rounds."""
         return Handle(self, run_id, self._workflows.get(parse_run_id(run_id).workflow))
+
+    # From outside
+
+    async def complete(
+        self,
+        run_id: str | None = None,
+        name: str | None = None,
+        value: Any = None,
+        *,
+        token: str | None = None,
+        connection: Any = None,
+    ) -> bool:
+        """Complete the deferred `name` of a run with `value`, or the one that `token` stands for; before, while or
+        after its body asks for it. On return it is durable. Whether it was this call that did: the first one counts.
+
+        Raises `RunNotFound`, `RunEnded`, `PayloadRejected`; `InvalidName` for a token that never was one,
+        `RunConflict` for one of an earlier round. `connection` is as for `start`.
+        """
+        raw = Raw(codec.encode(value, where=f"value of deferred {name!r}", limit=self.payload_limit))
+        return await self._resolve(run_id, name, token, Exit(ok=raw), connection)
+
+    async def fail(
+        self,
+        run_id: str | None = None,
+        name: str | None = None,
+        error: BaseException | None = None,
+        *,
+        token: str | None = None,
+        connection: Any = None,
+    ) -> bool:
+        """As `complete`, but what asks for the deferred raises `error`."""
+        if not isinstance(error, BaseException):
+            raise InvalidCall(f"fail(error={error!r}): give an exception")
+        return await self._resolve(run_id, name, token, Exit(failed=capture(error)), connection)
+
+    async def cancel_deferred(
+        self,
+        run_id: str | None = None,
+        name: str | None = None,
+        reason: str | None = None,
+        *,
+        token: str | None = None,
+        connection: Any = None,
+    ) -> bool:
+        """As `complete`, but what asks for the deferred raises `DeferredCancelled`."""
+        return await self._resolve(run_id, name, token, Exit(cancelled=_reason(reason)), connection)
+
+    async def _resolve(
+        self, run_id: str | None, name: str | None, token: str | None, end: Exit, connection: Any
+    ) -> bool:
+        self._opened()
+        secret = None
+        if token is not None:
+            if run_id is not None or name is not None:
+                raise InvalidCall("give a token, or a run id and a name; not both")
+            run_id, name, key = parse_token(token)
+            secret = (token_step(name), key)
+        elif run_id is None or name is None:
+            raise InvalidCall("give the run id and the name of the deferred, or token=")
+        else:
+            parse_run_id(run_id)
+            for part in name.split("/") if isinstance(name, str) else (name,):
+                check_step_name(part)
+        deliver = Deliver(lineage_of(run_id), deferred_step(name), msgspec.json.encode(end), self.wall_ms(), secret)
+        return self._told(run_id, await self._submit(deliver, connection))
+
+    async def cancel(
+        self, run_id: str, *, reason: str | None = None, wait: bool = False, connection: Any = None
+    ) -> bool:
+        """Cancel a run, and its children that were not spawned with `on_cancel="detach"`. On return it is durable, and
+        nothing more of them is recorded; their bodies are interrupted here at once, elsewhere when those processes hear
+        of it. With `wait`, return when the body has ended here. Whether it was this call that did: False if the run had
+        ended before. Raises `RunNotFound`.
+        """
+        self._opened()
+        parse_run_id(run_id)
+        command = Cancel(lineage_of(run_id), self.wall_ms(), _reason(reason))
+        outcome = await self._submit(command, connection)
+        if wait:
+            tasks = [task for task, driver in self._tasks.items() if driver.run.lineage_id == lineage_of(run_id)]
+            if tasks:
+                await asyncio.wait(tasks)
+        if isinstance(outcome, RefusedTerminal):
+            return False
+        return self._told(run_id, outcome)
+
+    async def resurrect(self, run_id: str, *, reason: str | None = None, connection: Any = None) -> bool:
+        """Let a failed run go on where it failed: what is recorded stays, steps that failed for good get another
+        chance, and what its parent was told is taken back. Whether it had failed. Raises `RunNotFound`.
+        """
+        self._opened()
+        parse_run_id(run_id)
+        command = Resurrect(lineage_of(run_id), self.wall_ms(), _reason(reason))
+        outcome = await self._submit(command, connection)
+        if isinstance(outcome, RefusedTerminal):
+            return False
+        return self._told(run_id, outcome)
+
+    async def retract_step(self, run_id: str, step: str, *, reason: str | None = None, connection: Any = None) -> bool:
+        """Let what is recorded of a step count no more, in a run that nobody drives just now: it runs again, or is
+        waited for again. Raises `RunNotFound`, `RunEnded`, and `RunConflict` where the step is not recorded or the run
+        is driven.
+        """
+        self._opened()
+        parse_run_id(run_id)
+        command = Retract(lineage_of(run_id), step, self.wall_ms(), _reason(reason))
+        return self._told(run_id, await self._submit(command, connection))
+
+    def _told(self, run_id: str, outcome: Outcome) -> bool:
+        match outcome:
+            case Appended():
+                return True
+            case AlreadyPresent():
+                return False
+            case RefusedTerminal(status):
+                raise RunEnded(f"{run_id} has {status}: it takes nothing any more")
+            case Refused(reason):
+                raise RunConflict(f"{run_id}: {reason}")
+            case _:
+                raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
+
+    @property
+    def children(self) -> Children:
+        """The children of runs: `await engine.children.of(run_id)`."""
+        return Children(self)
+
+    async def child_cancelled(self, run_id: str) -> bool:
+        """Cancel a run; whether it was this call that did."""
+        return await self.cancel(run_id)
+
+    async def child_status(self, run_id: str) -> str:
+        """Where a run stands."""
+        return str(await self.handle(run_id).status())
 
     async def _submit(self, command: Command, connection: Any) -> Outcome:
         if connection is None:
@@ -445,6 +599,13 @@ class Engine:
             raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
         return run
 
+    async def _last(self, run_id: str) -> Run:
+        """The row of the newest round of a run."""
+        run = await self._row(run_id)
+        if run.handoff_run_id is None:
+            return run
+        return await self.store.newest(run.lineage_id) or run
+
     # Waiting for ends
 
     async def wait_ended(self, run_id: str, timeout: float | None = None, known: Run | None = None) -> Run:
@@ -454,13 +615,14 @@ class Engine:
         if known is not None and known.status == Status.COMPLETED:  # one that failed may have been resurrected
             return known
         future: Future[Run] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(run_id, set())
+        lineage = lineage_of(run_id)
+        waiting = self._waiting.setdefault(lineage, set())
         waiting.add(future)
         try:
             # Registered first, then looked: an end between the two is not missed.
             driver = self._resident.get(run_id)
             if driver is None or driver.sealed or driver.run.terminal:
-                run = await self._row(run_id)
+                run = await self._last(run_id)
                 if run.terminal:
                     return run
             async with asyncio.timeout(timeout) as limit:
@@ -473,8 +635,8 @@ class Engine:
             raise
         finally:
             waiting.discard(future)
-            if not waiting and self._waiting.get(run_id) is waiting:
-                del self._waiting[run_id]
+            if not waiting and self._waiting.get(lineage) is waiting:
+                del self._waiting[lineage]
 
     async def serve(self) -> None:
         """Return when the process is told to stop (SIGTERM or SIGINT): the end of the `async with` block then gives the
@@ -490,6 +652,20 @@ class Engine:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
+    def birth_owner(self, workflow: Workflow) -> int | None:
+        """The worker that a new run of this workflow may be born as owned by, if it has room."""
+        worker = self._worker
+        if worker is None or not worker.leased or self._workflows.get(workflow.name) is not workflow:
+            return None
+        return worker.key if self.free_slots() > 0 else None
+
+    def submit_birth(self, command: Command) -> Future[Outcome]:
+        """Send a command with which a run may be born as ours."""
+        birth = self.store.submit(command)
+        self._births.add(birth)
+        birth.add_done_callback(self._born)
+        return birth
+
     # What the store and the worker tell
 
     def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
@@ -497,18 +673,26 @@ class Engine:
         if self._outage.away:
             self._outage.away = False
             self.report("store_back", "")
+        for name in touched:
+            if (driver := self._resident.get(name)) is not None:
+                driver.wake()
         for run in changed:
-            if run.terminal:
+            if run.terminal and run.handoff_run_id is None:
                 driver = self._resident.get(run.run_id)
+                if driver is not None and run.status == Status.CANCELLED:
+                    driver.seal()
                 if driver is not None and driver.handle is not None and (handle := driver.handle()) is not None:
                     handle.ended = run
-                for future in self._waiting.get(run.run_id, ()):
+                for future in self._waiting.get(run.lineage_id, ()):
                     if not future.done():
                         future.set_result(run)
-            elif self._worker is None:
+            elif self._worker is None or run.terminal:
                 continue
             elif run.status == Status.PENDING:
                 self._worker.wake()
+            elif run.status == Status.SUSPENDED:
+                if run.wake_at_ms is not None:
+                    self._worker.expect(run.wake_at_ms)
             elif run.run_id not in self._resident:
                 # Born as this worker's. Driven from here and not by `start`: its caller may be gone by now, and a run
                 # owned by a living worker that does not drive it would never go on.
@@ -520,6 +704,7 @@ class Engine:
         """Another process committed: look for what may concern us."""
         if self._worker is not None:
             self._worker.wake()
+            self._worker.look_after()
         self.tick()
 
     def tick(self) -> None:
@@ -539,7 +724,10 @@ class Engine:
                     name for name in self._waiting if (driver := self._resident.get(name)) is None or driver.sealed
                 ]
                 for at in range(0, len(names), 500):
-                    self.committed(await self.store.ended(names[at : at + 500]))
+                    for run in await self.store.ended(names[at : at + 500]):
+                        last = run if run.handoff_run_id is None else await self.store.newest(run.lineage_id)
+                        if last is not None and last.terminal:
+                            self.committed([last])
         except errors.StoreError as error:
             self.report("store_away", "", error=str(error))
 
@@ -584,6 +772,18 @@ class Engine:
         claiming = 0 if self._worker is None else self._worker.claiming
         return self._concurrency - len(self._resident) - len(self._births) - claiming
 
+    def look_at(self, keys: set[int], versions: Mapping[int, int]) -> None:
+        """Tell the drivers of these runs what the store has of them: the versions of those that are still ours."""
+        for driver in list(self._resident.values()):
+            key = driver.run.run_key
+            if key not in keys:
+                continue
+            if key not in versions:
+                if not driver.over:
+                    driver.seal()
+            elif versions[key] > driver.version:
+                driver.wake()
+
     def resident_keys(self) -> set[int]:
         """The run_keys of the runs that are driven here."""
         return {driver.run.run_key for driver in self._resident.values()}
@@ -605,6 +805,19 @@ class Engine:
         """Log something an operator should know: see `keiro.reports`."""
         if event != "store_away" or self._outage.is_news(str(fields.get("error"))):
             report(event, run_id, fields)
+
+
+class Children:
+    """The children of runs, as rows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def of(self, run_id: str) -> list[ChildRow]:
+        """The children of a run and of its other rounds, oldest first. Raises `InvalidName` for what is no run id."""
+        self._engine._opened()
+        parent = parse_run_id(run_id)
+        return await self._engine.store.children(parent.workflow, parent.key)
 
 
 class Handle:
@@ -638,8 +851,16 @@ class Handle:
         raise failed from revive(failure)
 
     async def run(self) -> Run:
-        """The operational row of the run."""
-        return await self._engine._row(self.run_id)
+        """The operational row of the run; of its newest round."""
+        return await self._engine._last(self.run_id)
+
+    async def cancel(self, *, reason: str | None = None, wait: bool = False) -> bool:
+        """Cancel the run; see `Engine.cancel`."""
+        return await self._engine.cancel(self.run_id, reason=reason, wait=wait)
+
+    async def children(self) -> list[ChildRow]:
+        """The children of the run, oldest first."""
+        return await self._engine.children.of(self.run_id)
 
     async def status(self) -> Status:
         """Where the run stands."""
@@ -655,6 +876,12 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<handle of {self.run_id}>"
+
+
+def _reason(reason: str | None) -> str | None:
+    if reason is not None and not isinstance(reason, str):
+        raise InvalidCall(f"reason={reason!r}: a reason is a text, or None")
+    return reason
 
 
 def _check_options(**options: object) -> None:

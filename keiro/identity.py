@@ -6,6 +6,7 @@ UUIDv5 in the URL namespace over UTF-8 text, so every process derives the same i
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 import uuid
@@ -22,6 +23,7 @@ _sha1: Final = partial(hashlib.sha1, usedforsecurity=False)
 _FREE: Final = ~((0xF << 76) | (0x3 << 62)) & ((1 << 128) - 1)
 _VERSION_5: Final = (0x5 << 76) | (0x2 << 62)
 _FORBIDDEN: Final = re.compile(r"[:#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_TOKEN: Final = "kdt_"
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _FORBIDDEN_IN_STEP: Final = re.compile(r"[:#/\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -150,6 +152,29 @@ def deferred_step(name: str) -> str:
 def token_step(name: str) -> str:
     """The step that records the token of a deferred."""
     return f"awkid:{name}"
+
+
+def token_of(run_id: str, name: str, secret: str) -> str:
+    """The token that completes the deferred `name` of a run."""
+    return _TOKEN + base64.urlsafe_b64encode(f"{run_id}\n{name}\n{secret}".encode()).decode().rstrip("=")
+
+
+def parse_token(token: str) -> tuple[str, str, str]:
+    """The run id, the name and the secret in a token; raise `InvalidName` if it is none."""
+    try:
+        if not isinstance(token, str) or not token.startswith(_TOKEN):
+            raise ValueError
+        text = token.removeprefix(_TOKEN)
+        run_id, name, secret = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode().split("\n")
+    except ValueError:
+        raise InvalidName(f"{token!r:.100} is no token of a deferred: those come from deferred.token()") from None
+    parse_run_id(run_id)
+    return run_id, name, secret
+
+
+def lineage_of(run_id: str) -> str:
+    """The run id of round 0."""
+    return run_id.partition("#")[0]
 
 
 def sleep_id(workflow: str, key: str, round: int, step: str) -> uuid.UUID:

@@ -12,14 +12,20 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, overload
 from uuid import UUID
 
-from keiro.definition import Step, retry_or_none, seconds, step_of
-from keiro.errors import InvalidCall
-from keiro.events import time_of
-from keiro.identity import check_step_name, parse_run_id
+from msgspec import UNSET, UnsetType
+
+from keiro.codec import decoder_for
+from keiro.definition import Step, Workflow, patience, retry_or_none, seconds, step_of
+from keiro.errors import ChildCancelled, ChildFailed, DeferredCancelled, InvalidCall
+from keiro.events import ms_of, time_of
+from keiro.failures import revive, summary
+from keiro.identity import check_step_name, child_result_step, deferred_step, parse_run_id, run_id, token_of
+from keiro.projections.waits import decode_exit
 from keiro.retry import Retry
+from keiro.rows import Status
 
 if TYPE_CHECKING:
     from keiro.run import WorkflowRun
@@ -47,6 +53,38 @@ class Driver(Protocol):
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Coroutine[Any, Any, Any]:
         """Reserve the name now; the coroutine records what the command triggers as a step, and applies it."""
+
+    def sleep(self, due_ms: Callable[[], int], name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine ends when the time has come."""
+
+    def wait(self, kind: str, step: str, timeout: float | None) -> Coroutine[Any, Any, Any]:
+        """The coroutine waits for a step that others record."""
+
+    def until(self, predicate: Callable[[], Any], timeout: float | None, name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine ends when the predicate holds."""
+
+    def first(self, awaitables: Sequence[Awaitable[Any]], name: str) -> Coroutine[Any, Any, tuple[int, Any]]:
+        """Reserve the name now; the coroutine gives the index and the value of what is done first."""
+
+    def token(self, name: str) -> Coroutine[Any, Any, str]:
+        """The coroutine gives the secret of a deferred."""
+
+    def spawn(
+        self, workflow: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None, on_cancel: str
+    ) -> Coroutine[Any, Any, str]:
+        """Reserve the child's key now; the coroutine records the child and gives its key."""
+
+    def of_child(self, run_id: str, what: str) -> Coroutine[Any, Any, Any]:
+        """Cancel a child, or ask for its status, as a recorded step."""
+
+    def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException:
+        """What ends the round when it is raised."""
+
+    def patched(self, patch: str) -> bool:
+        """Whether the round was begun with the patch."""
+
+    def wall_ms(self) -> int:
+        """The time it is now."""
 
     def now_ms(self) -> int:
         """The time of the last event delivered to the calling task."""
@@ -179,6 +217,90 @@ class Scope(metaclass=ABCMeta):
         name, command = self._keiro_root._keiro_method(method)
         return self._driver("apply").apply(command, args, kwargs, f"apply:{self._keiro_prefix}{name}")
 
+    # Waits
+
+    def sleep(self, duration: float | timedelta, *, key: str | None = None) -> Coroutine[Any, Any, None]:
+        """Go on after `duration` (seconds), whatever happens to this process meanwhile. The deadline is set when the
+        sleep is first reached and stays. `key` names the sleep among others.
+        """
+        length = patience(duration, "run.sleep(duration)")
+        assert length is not None
+        driver = self._driver("sleep")
+        return driver.sleep(lambda: driver.wall_ms() + round(length * 1000), self._named(key, "sleep"))
+
+    def sleep_until(self, time: datetime, *, key: str | None = None) -> Coroutine[Any, Any, None]:
+        """Go on at `time`, a datetime with its zone; at once if it has passed."""
+        if not isinstance(time, datetime) or time.tzinfo is None:
+            raise InvalidCall(f"run.sleep_until({time!r}): give a datetime with its zone, such as datetime.now(UTC)")
+        due = max(ms_of(time), 0)
+        return self._driver("sleep_until").sleep(lambda: due, self._named(key, "sleep"))
+
+    def deferred(self, name: str, type: Any = Any) -> Deferred:
+        """A value that comes from outside: `engine.complete(run.id, name, value)`, before or after it is asked for
+        here. `type` is what it is read as.
+        """
+        driver = self._driver("deferred")
+        return Deferred(driver, self._keiro_root._keiro_id, f"{self._keiro_prefix}{check_step_name(name)}", type)
+
+    def until(
+        self, predicate: Callable[[], Any], *, timeout: float | timedelta | None = None, key: str | None = None
+    ) -> Coroutine[Any, Any, None]:
+        """Go on when `predicate()` holds for this run's own state, which its commands change. It is called after each
+        command, and must depend on that state only. Raises `TimeoutError` after `timeout` seconds.
+        """
+        if not callable(predicate):
+            raise InvalidCall(f"run.until({predicate!r}): give a function without parameters, such as a lambda")
+        limit = patience(timeout, "run.until(timeout=...)")
+        return self._driver("until").until(predicate, limit, self._named(key, "until"))
+
+    def first(self, *awaitables: Awaitable[Any], key: str | None = None) -> Coroutine[Any, Any, First]:
+        """The place and the value of the one that is done first: steps, sleeps, results of deferreds and children. The
+        winner is recorded; the others are cancelled, and a step among them leaves no record. Raises what it raised.
+        """
+        if not awaitables:
+            raise InvalidCall("run.first() needs something to wait for, such as two calls of run.step(...)")
+        return _first(self._driver("first").first(awaitables, self._named(key, "first")))
+
+    def _named(self, key: str | None, default: str) -> str:
+        return self._keiro_prefix + (default if key is None else check_step_name(key))
+
+    # Children
+
+    def spawn(
+        self, workflow: Any, /, *args: Any, id: str | None = None, on_cancel: str = "cancel", **kwargs: Any
+    ) -> Coroutine[Any, Any, Child]:
+        """Start a run as a child of this one; on return it is durable. `id` is its key (default: made of this run's
+        key, the workflow and a number); a child with that id that this run has is attached to. `on_cancel` says what
+        becomes of it when this run is cancelled: `cancel`, or `detach` to let it go on. Raises `RunConflict` for a run
+        that is another's, was started on its own and has not ended, or has another input.
+        """
+        from keiro.run import workflow_of
+
+        if on_cancel not in ("cancel", "detach"):
+            raise InvalidCall(f"run.spawn(on_cancel={on_cancel!r}): it is 'cancel' or 'detach'")
+        definition = workflow_of(workflow)
+        driver = self._driver("spawn")
+        return _spawned(driver, definition, driver.spawn(definition, args, kwargs, id, on_cancel))
+
+    def call(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Start a child and wait for its result."""
+        return _called(self.spawn(workflow, *args, id=id, **kwargs))
+
+    # Rounds and versions
+
+    def continue_as_new(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """End this round and begin the next one, with these inputs and an empty history. It leaves the body by an
+        exception that is no `Exception`. What deferreds were completed with and this round did not ask for is carried
+        over, children and cancellation belong to all rounds.
+        """
+        raise self._driver("continue_as_new").continue_as_new(args, kwargs)
+
+    def patched(self, patch: str) -> bool:
+        """Whether this round began when the workflow had `patches=[..., patch]`: where it is False, do what was done
+        before, so that runs that began then replay. Decided at the beginning of a round, and so for all of it.
+        """
+        return self._driver("patched").patched(patch)
+
     def now(self) -> datetime:
         """The time of the last event delivered to this task (UTC). Records nothing; a replay returns the
         same.
@@ -269,6 +391,102 @@ class ScopedRun(Scope):
 
     def __repr__(self) -> str:
         return f"<scope {self._keiro_prefix} of {self._run.id}>"
+
+
+class First(NamedTuple):
+    """What was done first, and what came of it."""
+
+    winner: int
+    value: Any
+
+
+async def _first(found: Coroutine[Any, Any, tuple[int, Any]]) -> First:
+    return First(*await found)
+
+
+class Deferred:
+    """A value that comes from outside; see `run.deferred`."""
+
+    __slots__ = ("_decode", "_driver", "_run_id", "name")
+
+    def __init__(self, driver: Driver, run_id: str, name: str, type: Any) -> None:
+        self._driver = driver
+        self._run_id = run_id
+        self.name = name
+        self._decode = decoder_for(type, where=f"deferred {name!r}")
+
+    def result(self, timeout: float | timedelta | None = None) -> Coroutine[Any, Any, Any]:
+        """What it was completed with. Raises what it was failed with, `DeferredCancelled` if it was cancelled, and
+        `TimeoutError` after `timeout` seconds; the first in the journal counts, for every replay.
+        """
+        limit = patience(timeout, "deferred.result(timeout=...)")
+        return self._result(self._driver.wait("deferred", deferred_step(self.name), limit))
+
+    async def _result(self, found: Coroutine[Any, Any, Any]) -> Any:
+        end = decode_exit((await found).result)
+        if end.ok is not UNSET:
+            return self._decode(bytes(end.ok))
+        if end.failed is not UNSET:
+            raise revive(end.failed)
+        raise DeferredCancelled(f"the deferred {self.name!r} of {self._run_id} was cancelled{_because(end.cancelled)}")
+
+    async def token(self) -> str:
+        """A string that nobody can guess and that completes this deferred, from wherever it is brought back:
+        `engine.complete(token=..., value=...)`. It is recorded before it is given out, and holds for this round.
+        """
+        return token_of(self._run_id, self.name, await self._driver.token(self.name))
+
+
+class Child:
+    """A child of a run, as its parent's body sees it."""
+
+    __slots__ = ("_driver", "_workflow", "key", "run_id")
+
+    def __init__(self, driver: Driver, workflow: Workflow, key: str) -> None:
+        self._driver = driver
+        self._workflow = workflow
+        self.key = key
+        self.run_id = run_id(workflow.name, key)
+
+    def result(self, timeout: float | timedelta | None = None) -> Coroutine[Any, Any, Any]:
+        """What the child returned. Raises `ChildFailed` (the original exception is its `__cause__`), `ChildCancelled`,
+        and `TimeoutError` after `timeout` seconds; the child goes on then.
+        """
+        limit = patience(timeout, "child.result(timeout=...)")
+        return self._result(self._driver.wait("child", child_result_step(self.key), limit))
+
+    async def _result(self, found: Coroutine[Any, Any, Any]) -> Any:
+        end = decode_exit((await found).result)
+        if end.ok is not UNSET:
+            return self._workflow.decode_result(bytes(end.ok))
+        if end.failed is not UNSET:
+            failed = ChildFailed(f"{self.run_id} failed: {summary(end.failed)}", end.failed)
+            raise failed from revive(end.failed)
+        raise ChildCancelled(f"{self.run_id} was cancelled{_because(end.cancelled)}")
+
+    def cancel(self) -> Coroutine[Any, Any, bool]:
+        """Cancel the child, as a recorded step; whether it was this call that did."""
+        return self._driver.of_child(self.run_id, "cancel")
+
+    async def status(self) -> Status:
+        """Where the child stands, as a recorded step: a replay is told the same."""
+        return Status(await self._driver.of_child(self.run_id, "status"))
+
+    def __repr__(self) -> str:
+        return f"<child {self.run_id}>"
+
+
+async def _spawned(driver: Driver, workflow: Workflow, key: Coroutine[Any, Any, str]) -> Child:
+    return Child(driver, workflow, await key)
+
+
+async def _called(spawned: Coroutine[Any, Any, Child]) -> Any:
+    child = await spawned
+    return await child.result()
+
+
+def _because(reason: str | UnsetType | None) -> str:
+    return f": {reason}" if isinstance(reason, str) else ""
 
 
 async def _map(fn: Callable[[Any, T], Awaitable[R]], todo: Sequence[tuple[ScopedRun, T]], limit: int | None) -> list[R]:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -45,6 +45,9 @@ class Employer(Protocol):
     def free_slots(self) -> int:
         """How many more runs may be resident."""
 
+    def look_at(self, keys: set[int], versions: Mapping[int, int]) -> None:
+        """Tell the drivers of these runs what the store has of them: the versions of those that are still ours."""
+
     def resident_keys(self) -> set[int]:
         """The run_keys of the runs that are driven here."""
 
@@ -73,6 +76,8 @@ class Worker:
         self.key = 0
         self._renewed_at = 0.0  # by `_elapsed`
         self._wake = asyncio.Event()
+        self._look = asyncio.Event()
+        self._look_at = 0.0  # when the claims look again by themselves, in the store's milliseconds
         self.claiming = 0  # how many runs a claim that is under way may bring
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
@@ -94,6 +99,7 @@ class Worker:
         if self._claims:
             self._tasks.append(loop.create_task(self._claim_for_ever(), name="keiro claims"))
         self._tasks.append(loop.create_task(self._watch_others(), name="keiro watch"))
+        self._tasks.append(loop.create_task(self._look_for_ever(), name="keiro residents"))
 
     async def stop_claiming(self) -> None:
         """Claim nothing more; the lease is kept."""
@@ -136,6 +142,30 @@ class Worker:
         """There may be something to claim."""
         self._wake.set()
 
+    def expect(self, due_ms: int) -> None:
+        """A parked run is due then: look in time."""
+        if due_ms < self._look_at:
+            self._wake.set()
+
+    def look_after(self) -> None:
+        """Others have committed: runs of ours may have been appended to, or taken."""
+        self._look.set()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            keys = self._employer.resident_keys()
+            if not keys:
+                continue
+            try:
+                key = self.key
+                versions = await self._store.owned(key)
+                if self.key == key and not self._sealed:
+                    self._employer.look_at(keys, versions)
+            except Exception as error:
+                self._trouble(error)
+
     # Claiming
 
     async def _claim_for_ever(self) -> None:
@@ -147,6 +177,7 @@ class Worker:
                     pause = await self._claim_all()
             except Exception as error:
                 self._trouble(error)
+            self._look_at = self._store.now_ms() + pause * 1000
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -182,7 +213,7 @@ class Worker:
     async def _history(self, key: int, taken: Sequence[tuple[Run, Head]]) -> dict[int, list[Stored]]:
         run_keys = [run.run_key for run, _ in taken]
         try:
-            return await self._store.history(run_keys, after=1)
+            return await self._store.history(run_keys)
         except BaseException:
             # Claimed but not driven would be owned by a living worker for ever.
             with suppress(StoreError):

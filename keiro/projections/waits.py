@@ -176,7 +176,7 @@ def timestamp(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds")
 
 
-class Child(msgspec.Struct, frozen=True, kw_only=True):
+class ChildRow(msgspec.Struct, frozen=True, kw_only=True):
     """A child of a run. Times are ISO 8601 in UTC; `result` is JSON text, None unless it completed."""
 
     child_id: str

@@ -21,6 +21,7 @@ from keiro.rows import Head, Run
 if TYPE_CHECKING:
     from keiro.mapper import EventMapper
     from keiro.projections.base import ReadModel
+    from keiro.projections.waits import ChildRow
     from keiro.stores.blocking import RunTables
     from keiro.stores.caller import Joined
     from keiro.stores.kept import Kept
@@ -145,8 +146,14 @@ class Store(Protocol):
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back: they are pending again. Only those the worker still owns."""
 
-    async def owned(self, worker_key: int) -> list[int]:
-        """The run_keys of all runs the worker owns."""
+    async def owned(self, worker_key: int) -> dict[int, int]:
+        """The run_keys of all runs the worker owns, and their versions."""
+
+    async def newest(self, lineage_id: str) -> Run | None:
+        """The row of the newest round of a lineage; None for one that has only round 0."""
+
+    async def children(self, workflow: str, key: str) -> list[ChildRow]:
+        """The children of a run, oldest first."""
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""

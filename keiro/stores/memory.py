@@ -37,7 +37,7 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.projections.runs import claimed
-from keiro.projections.waits import CHILDREN, DEFERREDS, Change, Forget, Put
+from keiro.projections.waits import CHILDREN, DEFERREDS, TIMESTAMPS, Change, ChildRow, Forget, Put, timestamp
 from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import (
@@ -413,10 +413,26 @@ class MemoryStore:
         with self._db.lock:
             self._disown([key for key in run_keys if key in self._heads and self._heads[key].owner == worker_key])
 
-    async def owned(self, worker_key: int) -> list[int]:
+    async def owned(self, worker_key: int) -> dict[int, int]:
         """What a worker owns."""
         with self._db.lock:
-            return [key for key, head in self._heads.items() if head.owner == worker_key]
+            return {key: head.version for key, head in self._heads.items() if head.owner == worker_key}
+
+    async def newest(self, lineage_id: str) -> Run | None:
+        """The newest round."""
+        last = self._db.last_rounds.get(lineage_id)
+        return None if last is None else self._runs[last]
+
+    async def children(self, workflow: str, key: str) -> list[ChildRow]:
+        """The children of a run."""
+        found: list[ChildRow] = []
+        for row in self._db.rows.get(CHILDREN, {}).values():
+            if (row["parent_id"], row["parent_name"]) == (key, workflow):
+                values: dict[str, Any] = dict(row)
+                for name in TIMESTAMPS:
+                    values[name] = None if row[name] is None else timestamp(row[name])
+                found.append(ChildRow(**values))
+        return found
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

@@ -14,6 +14,7 @@ from keiro.codec import Codec
 from keiro.decisions import Command, Decision, Stored
 from keiro.errors import StoreError
 from keiro.projections.runs import claimed
+from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
 from keiro.stores.work import execute
@@ -184,7 +185,13 @@ class Tables:
         self.unregistered = (
             f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
         )
-        self.owned = f"SELECT run_key FROM {heads} WHERE owner = ?"
+        self.owned = f"SELECT run_key, version FROM {heads} WHERE owner = ?"
+        shown = "to_char({} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"+00:00\"')" if schema else "{}"
+        columns = [shown.format(name) if name in TIMESTAMPS else name for name in ChildRow.__struct_fields__]
+        self.list_children = (
+            f"SELECT {', '.join(columns)} FROM {children} WHERE parent_id = ? AND parent_name = ?"
+            " ORDER BY created_at, child_id"
+        )
         self.release_runs = of_heads.format(which="owner = ? AND run_key IN ({keys})")
         self.release_heads = (
             f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ? AND run_key IN ({{keys}})"
@@ -249,6 +256,15 @@ class Sql:
         return run, Head(
             run_key=run.run_key, version=int(version), owner=None if owner is None else int(owner), epoch=int(epoch)
         )
+
+    def to_child(self, row: Row) -> ChildRow:
+        """A row of `keiro_workflow_children`."""
+        values = dict(zip(ChildRow.__struct_fields__, row, strict=True))
+        values["failed"] = values["failed"] in (1, True, "t")
+        for name in ("result", "failure_reason"):
+            if values[name] is not None:
+                values[name] = self._open(values[name])
+        return ChildRow(**values)
 
     def to_stored(self, row: Row) -> Stored:
         """A row of the journal."""

@@ -23,6 +23,7 @@ from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, b
 from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreUnavailable
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
+from keiro.projections.waits import ChildRow
 from keiro.rows import Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import (
@@ -547,9 +548,18 @@ class SQLiteStore:
         if await self._locked(lambda: self._sql.release(worker_key, run_keys)):
             self._wake.send()
 
-    async def owned(self, worker_key: int) -> list[int]:
+    async def owned(self, worker_key: int) -> dict[int, int]:
         """What a worker owns."""
-        return [row[0] for row in self._select(self._sql.text.owned, (worker_key,))]
+        return dict(self._select(self._sql.text.owned, (worker_key,)))
+
+    async def newest(self, lineage_id: str) -> Run | None:
+        """The newest round."""
+        rows = self._select(self._sql.text.newest, (lineage_id,))
+        return self._sql.to_run(rows[0]) if rows else None
+
+    async def children(self, workflow: str, key: str) -> list[ChildRow]:
+        """The children of a run."""
+        return [self._sql.to_child(row) for row in self._select(self._sql.text.list_children, (key, workflow))]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
