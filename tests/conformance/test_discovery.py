@@ -43,7 +43,7 @@ async def look_and_take_over(engine: keiro.Engine) -> None:
     await store.claim(worker.key, ["noted", "other"], 3)
     await store.next_due_ms(["noted"])
     await store.unregistered(["other"])
-    await store.release(worker.key, (await store.owned(worker.key))[:1])
+    await store.release(worker.key, list(await store.owned(worker.key))[:1])
     await store.adopt_orphans()
     await store.renew(worker.key)
     await store.ended(["wf:noted-1", "wf:noted-2"])
