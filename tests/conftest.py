@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from keiro.engine import Engine
 from keiro.testing.postgres import PostgresServer
+
+# The same examples everywhere, however slow the machine is: what fails here must fail for who looks into it, and what
+# passes here must not fail elsewhere. `--hypothesis-profile default` tries others.
+hypothesis.settings.register_profile(
+    "keiro", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("keiro")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

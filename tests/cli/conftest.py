@@ -95,6 +95,23 @@ not_one = 3
 """
 
 
+# By these a terminal, or what stands for one in CI, is told apart from a pipe: a test says itself which it has.
+TERMINAL = {
+    "CI",
+    "CLICOLOR",
+    "CLICOLOR_FORCE",
+    "COLUMNS",
+    "FORCE_COLOR",
+    "GITHUB_ACTIONS",
+    "LINES",
+    "NO_COLOR",
+    "PY_COLORS",
+    "TERMINAL_WIDTH",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+}
+
+
 class Shell:
     """A folder to run `keiro` in."""
 
@@ -111,7 +128,7 @@ class Shell:
     def start(self, *arguments: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Start the command."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8", **options}
-        environment = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "NO_COLOR")}
+        environment = {key: value for key, value in os.environ.items() if key not in TERMINAL}
         return subprocess.Popen(
             [sys.executable, "-m", "keiro.cli", *arguments],
             cwd=self.folder,

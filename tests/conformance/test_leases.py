@@ -190,9 +190,11 @@ async def test_wf_81_runs_are_sealed_in_time_when_the_lease_cannot_be_renewed(
     """WF-81, WF-82: a store that is away and one that does not answer. When it is back the worker begins anew, takes
     its runs again and goes on; the step under way is given up without being counted."""
     monkeypatch.setattr(workers, "RENEW_MS", 10)
-    monkeypatch.setattr(workers, "SEAL_MS", 100)
     monkeypatch.setattr(workers, "RETRY_S", 0.01)
     async with make_engine(held_workflow) as engine:
+        handle = await engine.start(held_workflow, id="a")
+        await gate["entered"].wait()
+        driver = engine._resident[handle.run_id]
         told = reported(engine)
         worker = worker_of(engine)
         before = worker.key
@@ -212,11 +214,10 @@ async def test_wf_81_runs_are_sealed_in_time_when_the_lease_cannot_be_renewed(
 
         register = engine.store.register
         engine.store.renew, engine.store.register = away, registered  # type: ignore[method-assign]
-        handle = await engine.start(held_workflow, id="a")
-        await gate["entered"].wait()
-        driver = engine._resident[handle.run_id]
+        monkeypatch.setattr(workers, "SEAL_MS", 100)
         while not driver.sealed:
             await asyncio.sleep(0)
+        monkeypatch.setattr(workers, "SEAL_MS", SEAL_MS)
         row = next(row for row in await engine.store.workers() if row.worker_key == before)
         assert row.lease_expires_at_ms > engine.store.now_ms(), "sealed before anybody may take the runs"
         assert ("store_away", "") in told and (fault == "raises" or cancelled)

@@ -223,7 +223,7 @@ async def test_a_command_sent_again_is_told_the_same_version(make_engine: MakeEn
     """WF-06: the version of its last event, whether it was recorded now, before, or by a rival at the same time."""
     gate = asyncio.Event()
 
-    class Open(keiro.WorkflowRun, name="open"):
+    class Open(keiro.WorkflowRun, name="held_open"):
         def __init__(self) -> None:
             self.seen: list[int] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -215,7 +216,7 @@ async def test_a_lost_fence_stops_every_task_of_the_run(make_engine: MakeEngine)
     @keiro.workflow
     async def greedy(run: keiro.WorkflowRun) -> Any:
         async def chain() -> None:
-            for n in range(1000):
+            for n in itertools.count():
                 await run.step(note, n, key=f"n{n}")
                 await asyncio.sleep(0)
 

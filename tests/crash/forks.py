@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 
 Program = Callable[[], Awaitable[None]]
+
+LIMIT_S = 120
+"""How long a child may take; a test run that hangs is ended after three minutes."""
 
 
 def start(program: Program) -> int:
@@ -33,8 +37,18 @@ async def _awaited(program: Program) -> None:
 
 
 def wait(pid: int) -> int:
-    """The exit code of a child; negative is the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """The exit code of a child; negative is the signal that killed it.
+
+    One that hangs is aborted, so that it says where: pytest has switched faulthandler on.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGABRT)
+        time.sleep(0.002)
 
 
 def run(program: Program) -> int:

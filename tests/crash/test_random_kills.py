@@ -37,6 +37,10 @@ class Crew:
     def hire(self, n: int) -> None:
         self._workers += [subprocess.Popen(self._command) for _ in range(n)]
 
+    def check(self) -> None:
+        """Fail where one has ended by itself: nobody would ever hear of it."""
+        assert {worker.poll() for worker in self._workers} == {None}
+
     def kill_one(self) -> None:
         victim = self._workers.pop(random.randrange(len(self._workers)))
         victim.send_signal(signal.SIGKILL)
@@ -169,6 +173,7 @@ async def test_a_server_that_drops_connections_and_restarts_loses_nothing(
                 crew.hire(2)
                 # An engine that is opening tells its caller that the server is gone; one that is open waits for it.
                 while len(workload.notes(tmp_path, "workers")) < 2:
+                    crew.check()
                     await asyncio.sleep(0.01)
                 starting = asyncio.create_task(start_runs(client))
                 until = time.monotonic() + seconds

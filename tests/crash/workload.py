@@ -52,7 +52,7 @@ async def fails_once(run_id: str, name: str) -> str:
     return name
 
 
-class Basket(keiro.WorkflowRun, name="basket"):
+class Basket(keiro.WorkflowRun, name="crash_basket"):
     def __init__(self) -> None:
         self.items: list[str] = []
 
@@ -84,7 +84,7 @@ async def doomed(run: keiro.WorkflowRun) -> None:
 
 WORKFLOWS = (Basket, sequence, doomed)
 EXPECTED: dict[str, Any] = {
-    "wf:basket-1": ["sku-0", "sku-1"],
+    "wf:crash_basket-1": ["sku-0", "sku-1"],
     "wf:sequence-1": ["s0", "s1", "g0", "g1", "thread", "flaky"],
     "wf:sequence-2": ["s0", "g0", "g1", "thread", "flaky"],
     "wf:doomed-1": None,

@@ -247,5 +247,5 @@ def test_a_projection_ships_what_was_ordered_before_and_after_it_started(setting
     with EventSourcedProjectionRunner(application_class=Orders, projection_class=Shipping) as runner:
         order_ids += [runner.app.order(f"product {number}") for number in range(20)]
         wait_until_shipped(runner.projection, order_ids)
-        runner.wait(len(order_ids))
+        runner.wait(len(order_ids), timeout=30)
     orders.close()

@@ -271,7 +271,7 @@ def test_a_refused_position_keeps_its_events_out(recorder: ProcessRecorder) -> N
 
 def test_applications_start_at_once_and_while_another_writes(postgres: Settings, postgres_url: str) -> None:
     errors: list[BaseException] = []
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(6, timeout=60)
 
     def start() -> None:
         try:

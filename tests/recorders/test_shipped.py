@@ -10,9 +10,11 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 from eventsourcing.persistence import InfrastructureFactory, Tracking
+from eventsourcing.projection import BaseProjectionRunner
 from eventsourcing.tests import application, persistence, projection
 from eventsourcing.utils import Environment
 
+from keiro.stores.recorders.common import WaitingTrackingRecorder
 from keiro.stores.recorders.memory import (
     MemoryAggregateRecorder,
     MemoryApplicationRecorder,
@@ -38,6 +40,15 @@ from tests.recorders.conftest import MEMORY_SETTINGS, postgres_settings, sqlite_
 
 # Some of these cases use what the library has deprecated.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a projection has to come up with an event, these cases give it the one second that is the default: too
+    little on a machine that is busy. It stays where the wait has to end in vain."""
+    if "raises" not in request.node.name:
+        monkeypatch.setattr(WaitingTrackingRecorder.wait, "__defaults__", (30.0, None))
+        monkeypatch.setattr(BaseProjectionRunner.wait, "__defaults__", (30.0,))
 
 
 class Memory:

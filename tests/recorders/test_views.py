@@ -139,7 +139,7 @@ def test_of_two_processors_of_one_position_exactly_one_writes(settings: Settings
 def race(views: list[Any]) -> None:
     """Process the same positions in two threads."""
     refused: list[int] = []
-    barrier = threading.Barrier(2)
+    barrier = threading.Barrier(2, timeout=60)
 
     def process(view: Any) -> None:
         for position in range(1, 51):

@@ -573,7 +573,7 @@ def test_processes_that_open_a_new_database_at_once_all_succeed(empty: Database)
 
 def test_threads_may_open_databases_at_once(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{n}.db") for n in range(8)]
-    together = threading.Barrier(len(paths))
+    together = threading.Barrier(len(paths), timeout=60)
 
     def open_one(path: str) -> None:
         together.wait()
