@@ -194,7 +194,7 @@ async def test_wf_33_an_idle_look_changes_nothing(make_engine: MakeEngine) -> No
         before = await engine.runs(), await store.head("wf:noted-a"), await store.read(0, 100)
         assert await store.claim(worker.key, ["noted"], 10) == []
         assert not await store.adopt_orphans()
-        assert await store.owned(worker.key) == []
+        assert await store.owned(worker.key) == {}
         assert await store.unregistered(["noted"]) == []
         assert (await engine.runs(), await store.head("wf:noted-a"), await store.read(0, 100)) == before
 
