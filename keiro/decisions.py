@@ -272,8 +272,7 @@ class Write(msgspec.Struct, frozen=True):
 
     def changes(self) -> Iterator[Change]:
         """The changes of other rows that the events bring about."""
-        for one in self.events:
-            yield from changes(self.run, one.event, self.at_ms)
+        yield from changes(self.run, [one.event for one in self.events], self.at_ms)
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -873,7 +873,7 @@ class Driver:
             outcome, strand.now_ms = await self._record(
                 new(recorded, self._id(step)), within=lambda append: Spawn(append, start)
             )
-            if self._known < self._version:
+            if self._known < self._version_of(outcome):
                 await self.catch_up()  # maybe the child had ended before, and the spawn told so
             result = outcome.stored.payload if isinstance(outcome, AlreadyPresent) else None
             found = Recorded(step, recorded.result if result is None else _decode_step(result).result)

@@ -50,6 +50,7 @@ class Waits:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._open: dict[_Open, None] = {}  # in the order in which they began
+        self._by_step: dict[str, list[_Open]] = {}
         self._timer: TimerHandle | None = None
         self._mark: tuple[int, int] = (0, 0)
         self._begun = 0
@@ -92,16 +93,21 @@ class Waits:
     def _opened(self, kind: str, step: str, due_ms: int | None) -> Iterator[_Open]:
         wait = _Open(kind, step, due_ms, self._loop.create_future())
         self._open[wait] = None
+        self._by_step.setdefault(step, []).append(wait)
         self._begun += 1
         try:
             yield wait
         finally:
             del self._open[wait]
+            same = self._by_step[step]
+            same.remove(wait)
+            if not same:
+                del self._by_step[step]
 
     def recorded(self, step: str) -> None:
         """Others have recorded this step."""
-        for wait in self._open:
-            if wait.step == step and not wait.future.done():
+        for wait in self._by_step.get(step, ()):
+            if not wait.future.done():
                 wait.future.set_result(None)
 
     def commanded(self) -> None:

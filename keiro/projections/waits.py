@@ -6,7 +6,7 @@ journal decides; nothing here is read to decide anything but what a rotation car
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -84,8 +84,17 @@ decode_exit: Final = msgspec.json.Decoder(Exit).decode
 _decode_spawned: Final = msgspec.json.Decoder(Spawned).decode
 
 
-def changes(run: Run, event: Event, at_ms: int) -> Iterator[Change]:
-    """The changes of rows that `event` of `run`, recorded at `at_ms`, brings about. `run` is the row after it."""
+def changes(run: Run, events: Iterable[Event], at_ms: int) -> Iterator[Change]:
+    """The changes of rows that `events` of `run`, recorded at `at_ms` together, bring about. `run` is the row after."""
+    spawned: dict[str, Spawned] = {}
+    for event in events:
+        if isinstance(event, StepRecorded) and event.step.startswith("child:"):
+            yield from _of_child(run, event, at_ms, spawned)
+        else:
+            yield from _changes(run, event, at_ms)
+
+
+def _changes(run: Run, event: Event, at_ms: int) -> Iterator[Change]:
     match event:
         case StateChanged(state="clock_scheduled"):
             for wait in event.waits:
@@ -117,25 +126,29 @@ def _recorded(run: Run, event: StepRecorded, at_ms: int) -> Iterator[Change]:
         case "awk":
             values = {"exit_json": bytes(event.result).decode(), "metadata_json": None, "completed_at_ms": at_ms}
             yield Put(DEFERREDS, {**_address(run), "deferred_name": name}, {**values, "consumed_at_ms": None})
-        case "child" if name.endswith(":result"):
-            # Where the child did not end just now, but was found ended by the spawn.
-            key = {"child_id": name.removesuffix(":result"), "parent_id": run.key, "parent_name": run.workflow}
-            yield _child_ended(key, decode_exit(event.result), at_ms)
-        case "child":
-            child = _decode_spawned(event.result)
-            values = {
-                "parent_id": run.key,
-                "parent_name": run.workflow,
-                "await_step": child_result_step(child.key),
-                "status": "running",
-                "result": None,
-                "failed": False,
-                "failure_reason": None,
-                "created_at": at_ms,
-                "updated_at": at_ms,
-                "completed_at": None,
-            }
-            yield Put(CHILDREN, {"child_id": child.key, "child_name": child.workflow}, values)
+
+
+def _of_child(run: Run, event: StepRecorded, at_ms: int, spawned: dict[str, Spawned]) -> Iterator[Change]:
+    _, key, what = event.step.split(":") if event.step.count(":") == 2 else (*event.step.split(":"), "")
+    if what == "result" and key in spawned:
+        # The spawn has found a child that had ended: there is no end to come that would say so.
+        child = spawned[key]
+        yield _child_ended({"child_id": key, "child_name": child.workflow}, decode_exit(event.result), at_ms)
+    elif not what:
+        child = spawned[key] = _decode_spawned(event.result)
+        values = {
+            "parent_id": run.key,
+            "parent_name": run.workflow,
+            "await_step": child_result_step(child.key),
+            "status": "running",
+            "result": None,
+            "failed": False,
+            "failure_reason": None,
+            "created_at": at_ms,
+            "updated_at": at_ms,
+            "completed_at": None,
+        }
+        yield Put(CHILDREN, {"child_id": child.key, "child_name": child.workflow}, values)
 
 
 def exit_of(event: Event) -> Exit:

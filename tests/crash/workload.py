@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import keiro
+from keiro import waits
 from keiro.decisions import Stored
 from keiro.driver import past_of
 from keiro.events import StepRecorded
@@ -82,23 +84,89 @@ async def doomed(run: keiro.WorkflowRun) -> None:
     raise ValueError("as intended")
 
 
-WORKFLOWS = (Basket, sequence, doomed)
+@keiro.workflow
+async def kid(run: keiro.WorkflowRun, n: int) -> str:
+    await run.sleep(0.003)
+    return await run.step(effect, run.id, f"kid-{n}", key=f"kid-{n}")
+
+
+@keiro.workflow
+async def family(run: keiro.WorkflowRun, last: int) -> list[str]:
+    """A child, a sleep, a deferred with a timeout, a race, in two rounds."""
+    child = await run.spawn(kid, run.round, id=f"{run.key}-kid-{run.round}")
+    said = await run.deferred("said", str).result(timeout=600)
+    done = [said, await child.result()]
+    _, quick = await run.first(run.step(effect, run.id, "quick", key="quick"), run.sleep(600))
+    done.append(quick)
+    if run.round < last:
+        run.continue_as_new(last)
+    return done
+
+
+@keiro.workflow
+async def parked(run: keiro.WorkflowRun) -> None:
+    """Waits with its child for what never comes, until both are cancelled."""
+    await run.spawn(parked_kid, id=f"{run.key}-kid")
+    await run.deferred("never").result()
+
+
+@keiro.workflow
+async def parked_kid(run: keiro.WorkflowRun) -> None:
+    await run.sleep(3600)
+
+
+WORKFLOWS = (Basket, sequence, doomed, kid, family, parked, parked_kid)
+CANCELLED = object()
 EXPECTED: dict[str, Any] = {
     "wf:crash_basket-1": ["sku-0", "sku-1"],
     "wf:sequence-1": ["s0", "s1", "g0", "g1", "thread", "flaky"],
     "wf:sequence-2": ["s0", "g0", "g1", "thread", "flaky"],
     "wf:doomed-1": None,
+    "wf:family-1": ["yes", "kid-1", "quick"],
+    "wf:kid-1-kid-0": "kid-0",
+    "wf:kid-1-kid-1": "kid-1",
+    "wf:parked-1": CANCELLED,
+    "wf:parked_kid-1-kid": CANCELLED,
 }
 
 
 async def start_all(engine: keiro.Engine) -> None:
     """Start every run (or find it) and note what was acknowledged; wait for all ends."""
+    waits.PARK_S = 0.001
     handles = []
-    for workflow, args, key in ((sequence, (2,), "1"), (Basket, (2,), "1"), (doomed, (), "1"), (sequence, (1,), "2")):
+    births: tuple[tuple[Any, tuple[Any, ...], str], ...] = (
+        (sequence, (2,), "1"),
+        (Basket, (2,), "1"),
+        (doomed, (), "1"),
+        (sequence, (1,), "2"),
+        (family, (1,), "1"),
+        (parked, (), "1"),
+    )
+    for workflow, args, key in births:
         handle = await engine.start(workflow, *args, id=key)
         note("acknowledged", handle.run_id)
         handles.append(handle)
+    answering = asyncio.create_task(_answer(engine))
     await asyncio.gather(*(handle.result() for handle in handles), return_exceptions=True)
+    await answering
+
+
+async def _answer(engine: keiro.Engine) -> None:
+    """Say what `family` asks for in each round, and cancel `parked` once its child is parked."""
+    with suppress(keiro.RunEnded):
+        while await _lives(engine, "wf:family-1"):
+            await engine.complete("wf:family-1", "said", "yes")
+            await asyncio.sleep(0.002)
+    while not (children := await engine.children.of("wf:parked-1")) and await _lives(engine, "wf:parked-1"):
+        await asyncio.sleep(0.002)
+    for child in children:
+        while await engine.handle(child.run_id).status() in ("pending", "running"):
+            await asyncio.sleep(0.002)
+    await engine.cancel("wf:parked-1")
+
+
+async def _lives(engine: keiro.Engine, run_id: str) -> bool:
+    return not (await engine.handle(run_id).run()).terminal
 
 
 async def recorded(engine: keiro.Engine) -> dict[str, set[str]]:
@@ -123,12 +191,13 @@ async def check_ended(engine: keiro.Engine) -> None:
     """Every run has the result it must have, and each of its steps was recorded once."""
     for run_id, expected in EXPECTED.items():
         run = await engine.handle(run_id).run()
-        assert run.status == ("failed" if expected is None else "completed"), run
-        if expected is not None:
+        wanted = "failed" if expected is None else "cancelled" if expected is CANCELLED else "completed"
+        assert run.status == wanted, run
+        if wanted == "completed":
             assert run.result_json is not None and msgspec.json.decode(run.result_json) == expected
         steps = [event.step async for event in engine.handle(run_id).events() if isinstance(event, StepRecorded)]
         assert len(steps) == len(set(steps)), f"{run_id} recorded a step twice: {steps}"
-        head = await engine.store.head(run_id)
+        head = await engine.store.head(run.run_id)
         assert head is not None and head[1].owner is None
 
 
