@@ -28,8 +28,6 @@ class Dialect(Protocol):
     """Text that identifies something: it compares and sorts by its bytes."""
     now: str
     """The time now, as a default of a `timestamp`."""
-    false: str
-    """The default of a column that is true or false."""
 
     def table(self, name: str) -> str:
         """The name of a table as statements must write it."""
@@ -74,7 +72,6 @@ class SQLite:
     bigint = "INTEGER"
     id = "TEXT"
     now = "(strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'))"
-    false = "0"
 
     def table(self, name: str) -> str:
         """The plain name."""
@@ -135,7 +132,6 @@ class Postgres:
     bigint = "BIGINT"
     id = 'TEXT COLLATE "C"'
     now = "now()"
-    false = "false"
 
     def table(self, name: str) -> str:
         """The name within the schema, whatever the search path."""

@@ -28,8 +28,11 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.expression import ColumnElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from keiro.stores import ddl
 from keiro.stores.ddl import SCHEMA
 
 metadata: Final = MetaData(schema=SCHEMA)
@@ -60,10 +63,21 @@ class EventId(TypeDecorator[uuid.UUID]):
         return value if value is None or dialect.name == "postgresql" else uuid.UUID(bytes=value)
 
 
+class _Now(ColumnElement[str]):
+    """The time now, as the default of a column."""
+
+    inherit_cache = True
+
+
+@compiles(_Now)
+def _now(element: _Now, compiler: Any, **options: Any) -> str:
+    return ddl.dialect(compiler.dialect.name).now
+
+
 # A key that counts up must be exactly INTEGER on SQLite.
 _BIGINT: Final = BigInteger().with_variant(Integer(), "sqlite")
-# Ids sort and compare by their bytes on every store, so that cursors mean the same.
 _TIMESTAMP: Final = Text().with_variant(DateTime(timezone=True), "postgresql")
+# Ids sort and compare by their bytes on every store, so that cursors mean the same.
 _ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
 
 
@@ -219,8 +233,8 @@ workflow_children: Final = Table(
     Column("result", Text().with_variant(JSONB(), "postgresql")),
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     Column("failure_reason", Text),
-    Column("created_at", _TIMESTAMP, nullable=False, server_default=text("now()")),
-    Column("updated_at", _TIMESTAMP, nullable=False, server_default=text("now()")),
+    Column("created_at", _TIMESTAMP, nullable=False, server_default=_Now()),
+    Column("updated_at", _TIMESTAMP, nullable=False, server_default=_Now()),
     Column("completed_at", _TIMESTAMP),
     Index("keiro_workflow_children_parent_idx", "parent_id", "parent_name"),
     _partial("keiro_workflow_children_running_idx", "status", where="status = 'running'"),

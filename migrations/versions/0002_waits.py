@@ -54,7 +54,7 @@ def _tables(d: ddl.Dialect) -> list[str]:
     status TEXT NOT NULL DEFAULT 'running' CONSTRAINT keiro_workflow_children_status_chk
         CHECK (status IN ('running', 'completed', 'cancelled', 'failed')),
     {d.jsonb("result")},
-    failed BOOLEAN NOT NULL DEFAULT {d.false},
+    failed BOOLEAN NOT NULL DEFAULT false CHECK (failed IN (false, true)),
     failure_reason TEXT,
     {d.timestamp("created_at")} NOT NULL DEFAULT {d.now},
     {d.timestamp("updated_at")} NOT NULL DEFAULT {d.now},

@@ -24,13 +24,26 @@ from alembic.script import ScriptDirectory
 
 import keiro
 from keiro.errors import MigrationRequired, StoreBusy, StoreError, StoreUnavailable
-from keiro.stores import migrate, schema
+from keiro.stores import ddl, migrate, schema
 from keiro.testing.postgres import PostgresServer
 from tests.stores.conftest import EVENT, RUN, Database, PostgresDatabase, SQLiteDatabase
 
 # The inventory, as Postgres calls the types; `C` marks ids, which compare by their bytes.
 COLUMNS = """
 keiro_alembic_version.version_num character varying not null
+keiro_clock_deadlines.flow_name text C not null
+keiro_clock_deadlines.execution_id text C not null
+keiro_clock_deadlines.clock_name text C not null
+keiro_clock_deadlines.deferred_name text C not null
+keiro_clock_deadlines.due_at_ms bigint not null
+keiro_clock_deadlines.completed_at_ms bigint
+keiro_deferred_completions.flow_name text C not null
+keiro_deferred_completions.execution_id text C not null
+keiro_deferred_completions.deferred_name text C not null
+keiro_deferred_completions.exit_json text not null
+keiro_deferred_completions.metadata_json text
+keiro_deferred_completions.completed_at_ms bigint not null
+keiro_deferred_completions.consumed_at_ms bigint
 keiro_journal.position bigint not null identity
 keiro_journal.run_key bigint not null
 keiro_journal.version integer not null
@@ -68,6 +81,7 @@ keiro_runs.waiting_reason text
 keiro_runs.waiting_token text C
 keiro_runs.deadline_at_ms bigint
 keiro_runs.cancel_requested_at_ms bigint
+keiro_runs.handoff_run_id text C
 keiro_snapshots.originator_id text C not null
 keiro_snapshots.originator_version integer not null
 keiro_snapshots.topic text not null
@@ -80,19 +94,40 @@ keiro_workers.process_started text not null
 keiro_workers.address text
 keiro_workers.started_at_ms bigint not null
 keiro_workers.lease_expires_at_ms bigint not null
+keiro_workflow_children.child_id text C not null
+keiro_workflow_children.child_name text C not null
+keiro_workflow_children.parent_id text C not null
+keiro_workflow_children.parent_name text C not null
+keiro_workflow_children.await_step text not null
+keiro_workflow_children.status text not null default 'running'
+keiro_workflow_children.result jsonb
+keiro_workflow_children.failed boolean not null default false
+keiro_workflow_children.failure_reason text
+keiro_workflow_children.created_at timestamp with time zone not null default now()
+keiro_workflow_children.updated_at timestamp with time zone not null default now()
+keiro_workflow_children.completed_at timestamp with time zone
 """.strip().splitlines()
 
 INDEXES = """
+keiro_clock_deadlines_execution_idx keiro_clock_deadlines(execution_id)
+keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_ms)
+keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
 keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
 keiro_runs_parent_idx keiro_runs(parent_run_id) where parent_run_id is not null
 keiro_runs_pending_idx keiro_runs(workflow,run_key) where status = 'pending'
 keiro_runs_wake_idx keiro_runs(wake_at_ms,run_key) where status = 'suspended' and wake_at_ms is not null
 keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
+keiro_workflow_children_parent_idx keiro_workflow_children(parent_id,parent_name)
+keiro_workflow_children_running_idx keiro_workflow_children(status) where status = 'running'
 """.strip().splitlines()
 
 KEYS = """
 keiro_alembic_version primary key(version_num)
+keiro_clock_deadlines foreign key(execution_id) references keiro_runs(run_id)
+keiro_clock_deadlines primary key(flow_name,execution_id,clock_name)
+keiro_deferred_completions foreign key(execution_id) references keiro_runs(run_id)
+keiro_deferred_completions primary key(flow_name,execution_id,deferred_name)
 keiro_journal primary key(position)
 keiro_journal unique(run_key,event_id)
 keiro_journal unique(run_key,version)
@@ -104,6 +139,7 @@ keiro_runs unique(run_id)
 keiro_snapshots primary key(originator_id,originator_version)
 keiro_workers primary key(worker_key)
 keiro_workers unique(worker_id)
+keiro_workflow_children primary key(child_id,child_name)
 """.strip().splitlines()
 
 TRIGGERS = {
@@ -112,6 +148,8 @@ TRIGGERS = {
         "keiro_journal_no_replace",
         "keiro_journal_no_update",
         "keiro_runs_forget",
+        "keiro_runs_forget_children",
+        "keiro_runs_forget_waits",
         "keiro_runs_identity",
     ],
     "postgresql": [
@@ -119,6 +157,8 @@ TRIGGERS = {
         "keiro_journal_no_truncate",
         "keiro_journal_no_update",
         "keiro_runs_forget",
+        "keiro_runs_forget_children",
+        "keiro_runs_forget_waits",
         "keiro_runs_identity",
         "keiro_runs_no_truncate",
     ],
@@ -129,6 +169,9 @@ _SQLITE_TYPES = {
     "integer": "INTEGER",
     "uuid": "BLOB",
     "text": "TEXT",
+    "jsonb": "TEXT",
+    "boolean": "BOOLEAN",
+    "timestamp with time zone": "TEXT",
     "character varying": "VARCHAR(32)",
 }
 
@@ -140,6 +183,7 @@ def on_sqlite(column: str) -> str:
     kind = next(kind for kind in _SQLITE_TYPES if rest.startswith(kind))
     # The key of a table is its rowid there: it counts up, and needs no NOT NULL.
     rest = rest.replace(" not null identity", " identity")
+    rest = rest.replace("default now()", f"default {ddl.SQLite.now.strip('()')})")
     return f"{name} {_SQLITE_TYPES[kind]}{rest.removeprefix(kind)}"
 
 
@@ -204,7 +248,7 @@ class Inventory:
             yield (
                 f"{table}.{name} {kind}{' C' if collation == 'C' else ''}"
                 f"{'' if nullable == 'YES' else ' not null'}{' identity' if identity == 'YES' else ''}"
-                f"{f' default {default}' if default else ''}"
+                f"{f' default {default}'.removesuffix('::text') if default else ''}"
             )
 
     def _postgres_indexes(self) -> list[str]:
@@ -406,12 +450,9 @@ def test_a_database_is_classified_by_its_revision(revision: str | None, has_tabl
     assert migrate.classify(revision, has_tables) == state
 
 
-def test_an_older_revision_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
-    monkeypatch.setattr(migrate, "HEAD", "0002")
-
+def test_an_older_revision_is_behind() -> None:
+    assert migrate.REVISIONS[:-1] == ("0001",)
     assert migrate.classify("0001", True) == migrate.Behind("0001")
-    assert migrate.classify("0002", True) == migrate.Current()
 
 
 @pytest.mark.parametrize("mode", ["migrate", "verify"])
@@ -677,6 +718,92 @@ def test_a_migrator_that_waited_sees_what_was_done_meanwhile(postgres_url: str) 
 # Later revisions
 
 
+@pytest.fixture
+def at_first_revision(empty: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
+    """A database as the first revision leaves it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(migrate, "REVISIONS", ("0001",))
+        patched.setattr(migrate, "HEAD", "0001")
+        empty.ensure()
+    assert empty.rows("SELECT version_num FROM keiro_alembic_version") == [("0001",)]
+    return empty
+
+
+OLDER_TABLES = {
+    "keiro_runs": RUN,
+    "keiro_run_heads": {"run_key": 1, "version": 1, "epoch": 3},
+    "keiro_journal": EVENT,
+    "keiro_workers": {
+        "worker_id": "w",
+        "host": "h",
+        "pid": 1,
+        "process_started": "0",
+        "started_at_ms": 1,
+        "lease_expires_at_ms": 1,
+    },
+    "keiro_projection_tracking": {"name": "steps", "position": 7},
+    "keiro_snapshots": {"originator_id": RUN["run_id"], "originator_version": 1, "topic": "t", "state": "{}"},
+}
+"""A row for each table of the first revision."""
+
+
+def held(database: Database) -> dict[str, list[tuple[Any, ...]]]:
+    """The rows of the tables of the first revision."""
+    return {table: database.rows(f"SELECT {', '.join(row)} FROM {table}") for table, row in OLDER_TABLES.items()}
+
+
+@pytest.fixture
+def in_use(at_first_revision: Database) -> Database:
+    """A database of the first revision that holds data."""
+    for table, row in OLDER_TABLES.items():
+        at_first_revision.insert(table, row)
+    return at_first_revision
+
+
+def test_a_database_in_use_is_brought_up_to_date_with_all_it_holds(in_use: Database) -> None:
+    before = held(in_use)
+    with pytest.raises(MigrationRequired, match="is at revision 0001 and this keiro needs revision 0002"):
+        in_use.ensure("verify")
+
+    in_use.ensure()
+
+    found = Inventory(in_use)
+    assert found.columns == sorted(COLUMNS if in_use.dialect == "postgresql" else map(on_sqlite, COLUMNS))
+    assert (found.indexes, found.keys) == (INDEXES, KEYS)
+    assert found.triggers == TRIGGERS[in_use.dialect]
+    assert held(in_use) == before
+    assert in_use.rows("SELECT handoff_run_id FROM keiro_runs") == [(None,)]
+    in_use.insert("keiro_clock_deadlines", CLOCK)
+    in_use.rows("DELETE FROM keiro_runs")
+    assert in_use.rows("SELECT * FROM keiro_clock_deadlines") == []
+
+
+CLOCK = {
+    "flow_name": "order",
+    "execution_id": RUN["run_id"],
+    "clock_name": "sleep:1",
+    "deferred_name": "sleep:1",
+    "due_at_ms": 9,
+}
+
+
+def test_an_update_that_fails_half_way_leaves_the_database_as_it_was(in_use: Database) -> None:
+    """R6."""
+    # The last table of the second revision cannot be made: its name is taken.
+    in_use.rows("CREATE VIEW keiro_workflow_children AS SELECT 1 AS one")
+    before, rows = Inventory(in_use), held(in_use)
+
+    with pytest.raises(StoreError, match="keiro_workflow_children"):
+        in_use.ensure()
+
+    assert vars(Inventory(in_use)) == vars(before) | {"_rows": in_use.rows}
+    assert held(in_use) == rows
+    assert in_use.rows("SELECT version_num FROM keiro_alembic_version") == [("0001",)]
+    in_use.rows("DROP VIEW keiro_workflow_children")
+    in_use.ensure()
+    assert Inventory(in_use).keys == KEYS
+
+
 def test_a_revision_made_from_the_template_runs(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,23 +811,24 @@ def test_a_revision_made_from_the_template_runs(
     shutil.copytree(migrate.script_location(), scripts, ignore=shutil.ignore_patterns("__pycache__"))
     config = Config()
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
-    made = ScriptDirectory.from_config(config).generate_revision("0002", "a note", head="head")
+    made = ScriptDirectory.from_config(config).generate_revision("9000", "a note", head="head")
     assert made is not None
     path = Path(made.path)
     table = "keiro_notes" if database.dialect == "sqlite" else "keiro.keiro_notes"
     text = path.read_text().replace("statements: list[str] = []", f'statements = ["CREATE TABLE {table} (note TEXT)"]')
     path.write_text(text)
-    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
-    monkeypatch.setattr(migrate, "HEAD", "0002")
+    before = migrate.HEAD
+    monkeypatch.setattr(migrate, "REVISIONS", (*migrate.REVISIONS, "9000"))
+    monkeypatch.setattr(migrate, "HEAD", "9000")
     monkeypatch.setattr(migrate, "script_location", lambda: scripts)
 
-    with pytest.raises(MigrationRequired, match="is at revision 0001 and this keiro needs revision 0002"):
+    with pytest.raises(MigrationRequired, match=f"is at revision {before} and this keiro needs revision 9000"):
         database.ensure("verify")
     database.insert("keiro_runs", RUN)
     database.ensure()
 
     assert database.rows("SELECT * FROM keiro_notes") == []
-    assert database.rows("SELECT version_num FROM keiro_alembic_version") == [("0002",)]
+    assert database.rows("SELECT version_num FROM keiro_alembic_version") == [("9000",)]
     assert database.rows("SELECT count(*) FROM keiro_runs") == [(1,)]
     assert Inventory(database).triggers == TRIGGERS[database.dialect]
 
