@@ -264,10 +264,9 @@ class MemoryStore:
                 last = self._db.last_rounds.get(lineage_id, lineage_id)
                 return self._answer(One(last))
             case Completions(run_id):
-                of = self._db.rows.get(DEFERREDS, {})
-                return [
-                    (row["deferred_name"], row["exit_json"]) for row in of.values() if row["execution_id"] == run_id
-                ]
+                of = [row for row in self._db.rows.get(DEFERREDS, {}).values() if row["execution_id"] == run_id]
+                of.sort(key=lambda row: (row["completed_at_ms"], row["deferred_name"]))
+                return [(row["deferred_name"], row["exit_json"]) for row in of]
             case Children(lineage_id):
                 parent = parse_run_id(lineage_id)
                 return [

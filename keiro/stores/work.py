@@ -18,6 +18,8 @@ from keiro.decisions import (
     Command,
     Completions,
     Decision,
+    Existing,
+    InputDiffers,
     Loaded,
     Need,
     Newest,
@@ -204,8 +206,10 @@ class _Work:
             else:  # born in this very batch
                 statements.append((text.update_born_head, (head.version, head.owner, run.run_id)))
             if write.before is not None and run is not write.before:
-                values = sql.changed_values(run)
-                statements.append((text.update_run, values) if key else (text.update_born, [*values[:-1], run.run_id]))
+                *values, _ = sql.changed_values(run)
+                statements.append(
+                    (text.update_run, [*values, key]) if key else (text.update_born, [*values, run.run_id])
+                )
             insert = text.insert_event if key else text.insert_born_event
             statements += [
                 (
@@ -247,16 +251,16 @@ class _Work:
         return timestamp(value) if name in TIMESTAMPS else value
 
     def keyed(self, decision: Decision) -> Decision:
-        """The decision with the keys of runs that were born."""
-        if not any(write.before is None for write in decision.writes):
+        """The decision with the keys of runs that were born, by it or earlier in the batch."""
+        if not self._keys:
             return decision
         writes = tuple(
             write if write.run.run_key else replace(write, run=self._keyed(write.run)) for write in decision.writes
         )
-        outcome = decision.outcome
-        if isinstance(outcome, Appended) and outcome.run is not None:
+        outcome, found = decision.outcome, decision.found
+        if isinstance(outcome, Appended | Existing | InputDiffers) and outcome.run is not None:
             outcome = replace(outcome, run=self._keyed(outcome.run))
-        return Decision(outcome, writes)
+        return Decision(outcome, writes, None if found is None else self._keyed(found))
 
     def _keyed(self, run: Run) -> Run:
         return run if run.run_key else replace(run, run_key=self._keys[run.run_id])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 
-from keiro.decisions import Append, Command, New, Start, fold, new
+from keiro.decisions import (
+    Append,
+    Cancel,
+    Command,
+    Deliver,
+    New,
+    Resurrect,
+    Retract,
+    Rotate,
+    Spawn,
+    Start,
+    fold,
+    new,
+)
 from keiro.events import (
     AttemptFailed,
     Event,
+    StateChanged,
     StepRecorded,
+    Wait,
     WorkflowCancelled,
     WorkflowCompleted,
     WorkflowFailed,
@@ -31,8 +47,9 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture
-from keiro.identity import StepIds
-from keiro.rows import Run
+from keiro.identity import StepIds, child_result_step, child_step, run_id
+from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, Spawned, timestamp
+from keiro.rows import Head, Run
 from keiro.stores import open_store
 from keiro.stores.base import Incarnation, Store
 
@@ -40,6 +57,22 @@ KEYS = ("a", "b", "ключ")
 STEPS = ("one", "two", "three")
 WORKFLOWS = ("alpha", "beta")
 FAILURE = capture(ValueError("no"))
+FROM_OUTSIDE = ("deliver", "spawn", "spawn", "rotate", "cancel", "resurrect", "retract", "end", "attributes", "nobody")
+DEFERRED_STEPS = ("awk:a", "awk:b")
+WAIT_COLUMNS = {
+    DEFERREDS: "flow_name, execution_id, deferred_name, exit_json, metadata_json, completed_at_ms, consumed_at_ms",
+    CLOCKS: "flow_name, execution_id, clock_name, deferred_name, due_at_ms, completed_at_ms",
+    CHILDREN: "child_id, child_name, parent_id, parent_name, await_step, status, result, failed, failure_reason,"
+    " created_at, updated_at, completed_at",
+}
+
+Known = dict[str, tuple[Run, Head]]
+
+
+class Said(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """A command of the user's aggregate."""
+
+    TOPIC = "alpha:Said"
 
 
 class Listening:
@@ -54,8 +87,8 @@ class World:
         self.store = store
         self.workers: list[int] = []
 
-    async def known(self) -> dict[str, tuple[Run, Any]]:
-        found = {}
+    async def known(self) -> Known:
+        found: Known = {}
         for run in await self.store.runs(limit=1000):
             pair = await self.store.head(run.run_id)
             assert pair is not None
@@ -87,7 +120,41 @@ class World:
         by_run = [[(row.version, row.topic, row.payload) for row in histories[run.run_key]] for run in runs]
         listed = [worker[row.worker_key] for row in await self.store.workers()]
         ended = sorted(run.run_id for run in await self.store.ended([run.run_id for run in runs]))
-        return rows, journal, by_run, listed, ended
+        return rows, journal, by_run, listed, ended, await self.waits()
+
+    async def waits(self) -> dict[str, list[dict[str, Any]]]:
+        """The tables of what runs wait for."""
+        store: Any = self.store
+        found = {}
+        for table, columns in WAIT_COLUMNS.items():
+            names = columns.split(", ")
+            if type(store).__name__ == "MemoryStore":
+                rows = [[row[name] for name in names] for row in store._db.rows.get(table, {}).values()]
+            else:
+                rows = await store.query(lambda: selected(store, table, columns))  # noqa: B023
+            tidied = [{name: tidy(name, value) for name, value in zip(names, row, strict=True)} for row in rows]
+            found[table] = sorted(tidied, key=repr)
+        return found
+
+
+def selected(store: Any, table: str, columns: str) -> Any:
+    (rows,) = yield [(f"SELECT {columns} FROM {store.sql.schema}{table}", ())]
+    return rows
+
+
+def tidy(name: str, value: Any) -> Any:
+    """A value of a table of waits, as it compares whatever the store."""
+    if value is None:
+        return None
+    match name:
+        case "result":
+            return msgspec.json.decode(value) if isinstance(value, str) else value
+        case "failed":
+            return {"t": True, "f": False}.get(value, value) in (True, 1)
+        case "created_at" | "updated_at" | "completed_at":
+            text = timestamp(value) if isinstance(value, int) else value
+            return datetime.fromisoformat(text) if isinstance(text, str) else text
+    return int(value) if name.endswith("_ms") else value
 
 
 class Lockstep(RuleBasedStateMachine):
@@ -98,6 +165,7 @@ class Lockstep(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1_000_000
+        self.serial = 0
         for world in self.worlds:
             world.store.now_ms = lambda: self.now  # type: ignore[method-assign]
 
@@ -111,7 +179,7 @@ class Lockstep(RuleBasedStateMachine):
 
     def everywhere(self, act: Callable[[World], Awaitable[Any]]) -> Any:
         """The same act on all stores; its outcomes, which must be equal."""
-        outcomes = [self.loop.run_until_complete(act(world)) for world in self.worlds]  # type: ignore[arg-type]
+        outcomes = [self.loop.run_until_complete(act(world)) for world in self.worlds]
         assert outcomes[1:] == outcomes[:-1], outcomes
         return outcomes[0]
 
@@ -196,13 +264,18 @@ class Lockstep(RuleBasedStateMachine):
 
     # Commands
 
-    def submitted(self, make: Callable[[World, dict[str, tuple[Run, Any]]], list[Command]]) -> None:
+    def submitted(self, make: Callable[[World, Known], list[Command]]) -> None:
         async def act(world: World) -> list[Any]:
             commands = make(world, await world.known())
             outcomes = await asyncio.gather(*(world.store.submit(command) for command in commands))
             return [told(outcome) for outcome in outcomes]
 
         self.everywhere(act)
+
+    def fresh(self) -> bytes:
+        """An id that no event has."""
+        self.serial += 1
+        return self.serial.to_bytes(16)
 
     @rule(
         births=st.lists(
@@ -211,19 +284,16 @@ class Lockstep(RuleBasedStateMachine):
             ),
             min_size=1,
             max_size=3,
-        ),
-        data=st.data(),
+        )
     )
-    def start(self, births: list[tuple[str, str, int, int | None]], data: st.DataObject) -> None:
-        ids = [data.draw(st.binary(min_size=16, max_size=16)) for _ in births]
+    def start(self, births: list[tuple[str, str, int, int | None]]) -> None:
+        ids = [self.fresh() for _ in births]
 
-        def make(world: World, known: dict[str, tuple[Run, Any]]) -> list[Command]:
-            commands: list[Command] = []
-            for (workflow, key, n, owner), event_id in zip(births, ids, strict=True):
-                event = WorkflowStarted(workflow=workflow, key=key, input=msgspec.Raw(b'{"n":%d}' % n))
-                worker = None if owner is None else world.workers[owner]
-                commands.append(Start(f"wf:{workflow}-{key}", new(event, event_id), self.now, worker))
-            return commands
+        def make(world: World, known: Known) -> list[Command]:
+            return [
+                born(workflow, key, n, event_id, self.now, None if owner is None else world.workers[owner])
+                for (workflow, key, n, owner), event_id in zip(births, ids, strict=True)
+            ]
 
         self.submitted(make)
 
@@ -232,74 +302,189 @@ class Lockstep(RuleBasedStateMachine):
             st.tuples(
                 st.sampled_from(WORKFLOWS),
                 st.sampled_from(KEYS),
-                st.sampled_from(["step", "failed", "done", "fail", "retry", "cancel"]),
+                st.sampled_from(
+                    ["step", "failed", "done", "fail", "retry", "cancel", "park", "sleep", "clock", "token", "said"]
+                ),
                 st.sampled_from(STEPS),
-                st.sampled_from(["owner", "owner", "owner", "stale", "other", "nobody"]),
+                st.sampled_from(["owner", "owner", "owner", "exact", "late", "stale", "other", "nobody"]),
             ),
             min_size=1,
             max_size=4,
-        ),
-        data=st.data(),
+        )
     )
-    def append(self, appends: list[tuple[str, str, str, str, str]], data: st.DataObject) -> None:
-        fresh = [data.draw(st.binary(min_size=16, max_size=16)) for _ in appends]
+    def append(self, appends: list[tuple[str, str, str, str, str]]) -> None:
+        ids = [self.fresh() for _ in appends]
 
-        def make(world: World, known: dict[str, tuple[Run, Any]]) -> list[Command]:
-            commands: list[Command] = []
+        def make(world: World, known: Known) -> list[Command]:
             versions: dict[str, int] = {}
-            for (workflow, key, kind, step, who), event_id in zip(appends, fresh, strict=True):
-                run_id = f"wf:{workflow}-{key}"
-                one = self.made(workflow, key, kind, step, event_id)
-                if run_id not in known:
-                    commands.append(Append(run_id, (one,), self.now))
-                    continue
-                run, head = known[run_id]
-                if who == "nobody" or head.owner is None:
-                    commands.append(Append(run_id, (one,), self.now, run.run_key))
-                    continue
-                expected = versions.get(run_id, head.version)
-                versions[run_id] = expected + 1
-                owner = head.owner + 1 if who == "other" else head.owner
-                epoch = head.epoch - 1 if who == "stale" else head.epoch
-                after = fold(run, (one,), self.now)
-                commands.append(
-                    Append(
-                        run_id,
-                        (one,),
-                        self.now,
-                        run.run_key,
-                        owner,
-                        epoch,
-                        expected,
-                        after if after is not run else None,
-                    )
-                )
-            return commands
+            return [
+                self.appended(known, versions, newest(known, workflow, key), kind, step, who, event_id)
+                for (workflow, key, kind, step, who), event_id in zip(appends, ids, strict=True)
+            ]
 
         self.submitted(make)
 
-    def made(self, workflow: str, key: str, kind: str, step: str, event_id: bytes) -> New:
+    def appended(
+        self, known: Known, versions: dict[str, int], of: str, kind: str, step: str, who: str, event_id: bytes
+    ) -> Append:
+        """An append as a driver, or a stranger, would send it."""
+        if of not in known:
+            return Append(of, (new(StepRecorded(step=step, result=msgspec.Raw(b"1")), event_id),), self.now)
+        run, head = known[of]
+        events = self.made(run, kind, step, event_id)
+        if who == "nobody" or head.owner is None:
+            seen = max(head.version - 1, 0) if kind == "said" else None
+            return Append(of, events, self.now, run.run_key, expected=seen)
+        expected = versions.get(of, head.version) - (who == "late")
+        versions[of] = expected + len(events)
+        after = fold(run, events, self.now)
+        return Append(
+            of,
+            events,
+            self.now,
+            run.run_key,
+            head.owner + 1 if who == "other" else head.owner,
+            head.epoch - 1 if who == "stale" else head.epoch,
+            expected,
+            after if after is not run else None,
+            exact=who in ("exact", "late"),
+            alone=kind not in ("sleep", "clock", "token") and not (after.terminal and run.parent_run_id is not None),
+        )
+
+    def made(self, run: Run, kind: str, step: str, event_id: bytes) -> tuple[New, ...]:
+        ids = StepIds(run.workflow, run.key, run.round_ordinal)
+        recorded = {"step": step, "sleep": f"sleep:{step}", "token": "awkid:a"}
+        if kind in recorded:
+            step = recorded[kind]
+            return (new(StepRecorded(step=step, result=msgspec.Raw(b'"secret"')), ids(step)),)
+        sleep = Wait(kind="sleep", step=f"sleep:{step}", due_at_ms=self.now + 5_000)
         event: Event
         match kind:
-            case "step":
-                return new(StepRecorded(step=step, result=msgspec.Raw(b"1")), StepIds(workflow, key, 0)(step))
             case "failed":
                 event = AttemptFailed(step=step, attempt=1, failure=FAILURE)
             case "done":
-                event = WorkflowCompleted(result=msgspec.Raw(b'"ok"'))
-                event_id = StepIds(workflow, key, 0)("__workflow_completed__")
+                event = WorkflowCompleted(result=msgspec.Raw(b'{"b":[1,null],"a":"ok"}'))
+                event_id = ids("__workflow_completed__")
             case "fail":
                 event = WorkflowFailed(failure=FAILURE)
             case "retry":
                 event = WorkflowRetried(attempt=1, failure=FAILURE, next_attempt_at_ms=self.now + 500)
+            case "park":
+                listens = (Wait(kind="until", step="until:1"),) if step == "one" else ()
+                asleep = (sleep,) if step != "three" else ()
+                waits = (Wait(kind="deferred", step="awk:a"), *asleep, *listens)
+                event = StateChanged(state="suspended", waits=waits)
+            case "clock":
+                event = StateChanged(state="clock_scheduled", waits=(sleep,))
+            case "said":
+                event = Said()
             case _:
                 event = WorkflowCancelled(reason="asked")
-        return new(event, event_id)
+        return (new(event, event_id),)
+
+    @rule(
+        sent=st.lists(
+            st.tuples(
+                st.sampled_from(WORKFLOWS),
+                st.sampled_from(KEYS),
+                st.sampled_from(FROM_OUTSIDE),
+                st.integers(0, 5),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        who=st.sampled_from(["owner", "owner", "owner", "exact", "late", "stale", "other"]),
+    )
+    def from_outside(self, sent: list[tuple[str, str, str, int]], who: str) -> None:
+        """Commands that must be decided, because they are strangers' or write several runs: they keep their order."""
+        ids = [(self.fresh(), self.fresh()) for _ in sent]
+
+        def make(world: World, known: Known) -> list[Command]:
+            return [
+                self.sent(known, workflow, key, kind, n, who, *event_ids)
+                for (workflow, key, kind, n), event_ids in zip(sent, ids, strict=True)
+            ]
+
+        self.submitted(make)
+
+    def sent(
+        self, known: Known, workflow: str, key: str, kind: str, n: int, who: str, one: bytes, other: bytes
+    ) -> Command:
+        lineage, last = run_id(workflow, key), newest(known, workflow, key)
+        match kind:
+            case "deliver":
+                secret = (None, None, ("awkid:a", "secret"), ("awkid:a", "wrong"), None, None)[n]
+                return Deliver(lineage, DEFERRED_STEPS[n % 2], b'{"ok":%d}' % n, self.now, secret)
+            case "cancel":
+                return Cancel(lineage, self.now, "asked")
+            case "resurrect":
+                return Resurrect(lineage, self.now, "mended")
+            case "retract":
+                steps = (*DEFERRED_STEPS, "one", "sleep:one", child_step("a"), child_result_step("b"))
+                return Retract(lineage, steps[n], self.now)
+            case "attributes":
+                return born(workflow, key, n % 2, one, self.now, None, attributes={"n": n})
+        if last not in known:
+            return Append(last, self.made_by_stranger(one), self.now)
+        run, head = known[last]
+        owned: dict[str, Any] = {
+            "run_key": run.run_key,
+            "owner": None if head.owner is None else head.owner + (who == "other"),
+            "epoch": head.epoch - (who == "stale"),
+            "expected": None if head.owner is None else head.version - (who == "late"),
+            "exact": head.owner is not None and who in ("exact", "late"),
+            "alone": False,
+        }
+        ids = StepIds(run.workflow, run.key, run.round_ordinal)
+        match kind:
+            case "spawn":
+                name, child = WORKFLOWS[n % 2], KEYS[n // 2]
+                policy = "detach" if child == "b" else "cancel"
+                link = Spawned(run_id(name, child), name, child, policy)
+                event = StepRecorded(step=child_step(child), result=msgspec.Raw(msgspec.json.encode(link)))
+                parent = Append(last, (new(event, ids(child_step(child))),), self.now, **owned)
+                start = born(name, child, int(who == "exact"), other, self.now, None, parent=lineage, on_cancel=policy)
+                return Spawn(parent, start)
+            case "rotate":
+                following = run_id(workflow, key, run.round_ordinal + 1)
+                ending = new(WorkflowCompleted(handoff=following), ids("__workflow_completed__"))
+                started = WorkflowStarted(
+                    workflow=workflow,
+                    key=key,
+                    input=msgspec.Raw(b"{}"),
+                    round=run.round_ordinal + 1,
+                    lineage=lineage,
+                    parent=last,
+                )
+                start = Start(following, new(started, one), self.now, owned["owner"] if n % 2 else None)
+                consumed = frozenset(("a", "b")[: n // 2])
+                return Rotate(Append(last, (ending,), self.now, **owned), start, consumed)
+            case "end":
+                return Append(last, self.made(run, ("done", "fail", "cancel")[n // 2], "one", one), self.now, **owned)
+        return Append(last, self.made_by_stranger(one), self.now)
+
+    def made_by_stranger(self, event_id: bytes) -> tuple[New, ...]:
+        return (new(StepRecorded(step="one", result=msgspec.Raw(b"1")), event_id),)
+
+
+def newest(known: Known, workflow: str, key: str) -> str:
+    """The run id of the newest round there is."""
+    ordinal = 0
+    while run_id(workflow, key, ordinal + 1) in known:
+        ordinal += 1
+    return run_id(workflow, key, ordinal)
+
+
+def born(workflow: str, key: str, n: int, event_id: bytes, at_ms: int, owner: int | None, **more: Any) -> Start:
+    """The start of a run with the input `n`."""
+    event = WorkflowStarted(workflow=workflow, key=key, input=msgspec.Raw(b'{"n":%d}' % n), **more)
+    return Start(run_id(workflow, key), new(event, event_id), at_ms, owner)
 
 
 def told(outcome: Any) -> Any:
     """An outcome without the numbers the database gives."""
     if getattr(outcome, "run", None) is not None:
+        assert outcome.run.run_key > 0, outcome
         outcome = replace(outcome, run=replace(outcome.run, run_key=0))
     if getattr(outcome, "stored", None) is not None:
         outcome = replace(outcome, stored=replace(outcome.stored, position=0, run_key=0))
