@@ -176,6 +176,8 @@ class Lockstep(RuleBasedStateMachine):
             world.workers.clear()
         self.register()
         self.register()
+        # Most commands are about runs that exist.
+        self.start([("alpha", "a", 0, 0), ("alpha", "b", 0, 1), ("beta", "a", 0, None)])
 
     def everywhere(self, act: Callable[[World], Awaitable[Any]]) -> Any:
         """The same act on all stores; its outcomes, which must be equal."""
