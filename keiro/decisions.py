@@ -25,7 +25,7 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import Failure
-from keiro.identity import StepIds, again, child_result_step, deferred_step
+from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step
 from keiro.projections.runs import project
 from keiro.projections.waits import Change, Exit, changes, exit_of
 from keiro.rows import Head, Run, Status
@@ -187,9 +187,11 @@ class Completions(msgspec.Struct, frozen=True):
 
 
 class Children(msgspec.Struct, frozen=True):
-    """Asks for the round 0 of each child of a lineage that has not ended: answered with rows."""
+    """Asks for the round 0 of each child of a lineage, of those that have not ended or of those that have: answered
+    with rows, oldest first."""
 
     lineage_id: str
+    ended: bool = False
 
 
 Need: TypeAlias = One | Newest | Completions | Children
@@ -564,7 +566,17 @@ def _resurrect(command: Resurrect) -> Deciding:
     if run.status != Status.FAILED:
         return Decision(RefusedTerminal(run.status))
     event = WorkflowResurrected(reason=command.reason)
-    write = _write(newest, (new(event, _fresh(newest, "__workflow_resurrected__")),), command.at_ms)
+    events = [new(event, _fresh(newest, "__workflow_resurrected__"))]
+    ended: list[Run] = yield Children(run.lineage_id, ended=True)
+    for child in ended:
+        # One that ended while the run had failed could tell it nothing then, and nobody would ever again.
+        _, unknown = yield from _recorded(run, child_step(child.key), b"null")
+        last: Loaded = yield Newest(child.run_id)
+        if unknown is None and last.run.terminal:
+            _, told = yield from _recorded(run, child_result_step(child.key), _encoder.encode(_ended(last.run)))
+            if told is not None:
+                events.append(told)
+    write = _write(newest, tuple(events), command.at_ms)
     writes = [write]
     first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
     if first is not None and first.run.parent_run_id is not None:

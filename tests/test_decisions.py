@@ -106,9 +106,9 @@ class Journal:
                     for event in self.events[name]
                     if isinstance(event, StepRecorded) and event.step.startswith("awk:")
                 ]
-            case Children(lineage):
+            case Children(lineage, ended):
                 below = [run for run in self.runs.values() if run.parent_run_id == lineage and not run.round_ordinal]
-                return [run for run in below if not self.answer(Newest(run.run_id)).run.terminal]
+                return [run for run in below if self.answer(Newest(run.run_id)).run.terminal == ended]
 
     def own(self, name: str) -> None:
         """Let the worker have a run."""
@@ -414,6 +414,17 @@ def test_a_run_may_fail_and_be_resurrected_as_often_as_it_likes(family: Journal)
         family.own(CHILD)
 
     assert RESULT not in family.steps(PARENT)
+
+
+def test_a_resurrected_parent_is_told_what_ended_while_it_had_failed(family: Journal) -> None:
+    family.send(ended(family, PARENT, WorkflowFailed(failure=FAILURE)))
+    family.send(ended(family, CHILD, COMPLETED))
+    assert RESULT not in family.steps(PARENT)
+
+    family.send(Resurrect(PARENT, 5))
+
+    assert family.steps(PARENT)[RESULT] == {"ok": "parcel"}
+    assert family.runs[PARENT].status == Status.PENDING
 
 
 def test_only_what_has_failed_is_resurrected(family: Journal) -> None:

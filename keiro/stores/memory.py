@@ -267,13 +267,15 @@ class MemoryStore:
                 of = [row for row in self._db.rows.get(DEFERREDS, {}).values() if row["execution_id"] == run_id]
                 of.sort(key=lambda row: (row["completed_at_ms"], row["deferred_name"]))
                 return [(row["deferred_name"], row["exit_json"]) for row in of]
-            case Children(lineage_id):
+            case Children(lineage_id, ended):
                 parent = parse_run_id(lineage_id)
-                return [
+                below = [
                     self._runs[str(RunId(row["child_name"], row["child_id"]))]
                     for row in self._db.rows.get(CHILDREN, {}).values()
-                    if (row["parent_id"], row["parent_name"], row["status"]) == (parent.key, parent.workflow, "running")
+                    if (row["parent_id"], row["parent_name"]) == (parent.key, parent.workflow)
+                    and (row["status"] != "running") == ended
                 ]
+                return sorted(below, key=lambda run: run.run_key)
 
     def _write(self, decision: Decision) -> Decision:
         """Write all of a decision, or raise with nothing written; the decision with the keys of new runs."""
