@@ -580,9 +580,10 @@ def _resurrect(command: Resurrect) -> Deciding:
     writes = [write]
     first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
     if first is not None and first.run.parent_run_id is not None:
-        # What the parent was told of the failure counts no more, or it would fail of it again.
+        # What the parent was told of the failure counts no more, or it would fail of it again. One that goes on has
+        # maybe dealt with the failure: what its body has seen cannot be taken back.
         parent: Loaded | None = yield Newest(first.run.parent_run_id)
-        if parent is not None and parent.run.status not in (Status.COMPLETED, Status.CANCELLED):
+        if parent is not None and parent.run.status == Status.FAILED:
             yield from _retracted(writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected")
     return Decision(Appended(write.head.version, write.run), tuple(writes))
 

@@ -108,7 +108,10 @@ def _changes(run: Run, event: Event, at_ms: int) -> Iterator[Change]:
                 yield Forget(DEFERREDS, {**_address(run), "deferred_name": name})
             elif kind in ("sleep", "timeout"):
                 yield Forget(CLOCKS, {**_address(run), "clock_name": event.step})
-        case WorkflowCompleted(handoff=None) | WorkflowFailed() | WorkflowCancelled():
+        case WorkflowCompleted() | WorkflowFailed() | WorkflowCancelled():
+            yield Set(CLOCKS, _address(run), {"completed_at_ms": at_ms}, unless_set="completed_at_ms")
+            if isinstance(event, WorkflowCompleted) and event.handoff is not None:
+                return
             # Later rounds have a parent in any case, the round before: where there is no such row, nothing changes.
             if run.parent_run_id is not None:
                 yield _child_ended({"child_id": run.key, "child_name": run.workflow}, exit_of(event), at_ms)

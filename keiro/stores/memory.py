@@ -78,6 +78,7 @@ class Database:
         self.kept: dict[str, MemoryRows] = {}
         self.last_rounds: dict[str, str] = {}
         self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+        self.under: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         self.due: set[int] = set()
 
     def keep(self, run: Run) -> None:
@@ -95,11 +96,16 @@ class Database:
     def change(self, change: Change) -> None:
         """Change a row of `keiro.projections.waits`."""
         rows = self.rows.setdefault(change.table, {})
+        whole = tuple(change.key.values())
         if isinstance(change, Put):
-            rows.setdefault(tuple(change.key.values()), {**change.key, **change.values})
+            if whole not in rows:
+                rows[whole] = {**change.key, **change.values}
+                self.under.setdefault((change.table, *whole[:2]), []).append(whole)
             return
-        for key, row in list(rows.items()):
-            if any(row[name] != value for name, value in change.key.items()):
+        # A key is whole, or the first two columns of one: all clocks of a run.
+        for key in [whole] if whole in rows else self.under.get((change.table, *whole[:2]), ()):
+            row = rows.get(key)
+            if row is None or key[: len(whole)] != whole:
                 continue
             if isinstance(change, Forget):
                 del rows[key]
@@ -118,7 +124,7 @@ class Database:
             for run in self.pending_runs()
             if run.workflow in workflows and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
         ]
-        due = [self.runs[self.ids[key]] for _, key in waits[: max(limit // 2, limit - len(pending))]]
+        due = [self.runs[self.ids[key]] for _, key in waits[: max((limit + 1) // 2, limit - len(pending))]]
         return [*due, *pending][:limit]
 
     def renew(self, worker_key: int, now_ms: int) -> bool:

@@ -324,7 +324,7 @@ class Sql:
             (_many(text.due_waits, "names", len(workflows)), (now, *workflows, limit)),
         ]
         # However long the one queue is, the other gets half.
-        rows = [*due[: max(limit // 2, limit - len(pending))], *pending][:limit]
+        rows = [*due[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
         found = [self.to_owned(row) for row in rows]
         if not found:
             return []
