@@ -394,7 +394,7 @@ def test_what_the_body_did_not_take_is_carried_over(journal: Journal) -> None:
 
 def test_resurrection_takes_back_what_the_parent_was_told(family: Journal) -> None:
     family.send(ended(family, CHILD, WorkflowFailed(failure=FAILURE)))
-    park(family, PARENT, "awk:a")
+    family.send(ended(family, PARENT, WorkflowFailed(failure=FAILURE)))
 
     decision = family.send(Resurrect(CHILD, 5, "mended"))
 
@@ -403,8 +403,18 @@ def test_resurrection_takes_back_what_the_parent_was_told(family: Journal) -> No
     assert family.runs[CHILD].status == Status.PENDING
     assert RESULT not in family.steps(PARENT)
     family.own(CHILD)
+    family.send(Resurrect(PARENT, 5))
     family.send(ended(family, CHILD, COMPLETED))
     assert family.steps(PARENT)[RESULT] == {"ok": "parcel"}
+
+
+def test_a_parent_that_goes_on_keeps_what_it_was_told(family: Journal) -> None:
+    family.send(ended(family, CHILD, WorkflowFailed(failure=FAILURE)))
+
+    decision = family.send(Resurrect(CHILD, 5, "mended"))
+
+    assert [write.run_id for write in decision.writes] == [CHILD]
+    assert "failed" in family.steps(PARENT)[RESULT]
 
 
 def test_a_run_may_fail_and_be_resurrected_as_often_as_it_likes(family: Journal) -> None:
@@ -413,7 +423,7 @@ def test_a_run_may_fail_and_be_resurrected_as_often_as_it_likes(family: Journal)
         assert isinstance(family.send(Resurrect(CHILD, 5)).outcome, Appended)
         family.own(CHILD)
 
-    assert RESULT not in family.steps(PARENT)
+    assert family.runs[CHILD].status == Status.RUNNING
 
 
 def test_a_resurrected_parent_is_told_what_ended_while_it_had_failed(family: Journal) -> None:
