@@ -74,6 +74,8 @@ from keiro.worker import Worker
 T = TypeVar("T")
 
 STUBBORN_S: Final = 5.0
+BULK: Final = 2000
+"""So many runs are started in one transaction."""
 FAREWELL_S: Final = 15.0
 """How long a closing engine waits for a store that may not answer to take back its runs."""
 DEFAULT_URL: Final = "sqlite:///keiro.db"
@@ -266,32 +268,75 @@ class Engine:
         connection elsewhere or without a transaction, `StoreBusy` where all of the transaction is to be tried again.
         """
         worker = self._opened()
+        definition = self._startable(workflow)
+        owned = definition.name in self._workflows and worker.leased and connection is None and self.free_slots() > 0
+        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None)
+        if owned:
+            outcome = await self.submit_birth(command)
+        else:
+            outcome = await self._submit(command, connection)
+        handle = self._started(definition, command, outcome)
+        if (driver := self._resident.get(handle.run_id)) is not None:
+            driver.handle = ref(handle)
+        return handle
+
+    async def start_many(
+        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None
+    ) -> list[Handle]:
+        """Start many runs of one workflow at once; their handles, in the order of `inputs`.
+
+        Each input is the tuple of the body's arguments, or the one argument itself. `ids` are their keys (default:
+        random ones). All are checked before the first is written, and they are written in few transactions; called
+        again with the same ids, what exists is found and the rest is started. Raises `RunConflict` if one exists with
+        another input, after the others were started.
+        """
+        self._opened()
+        definition = self._startable(workflow)
+        given = [one if isinstance(one, tuple) else (one,) for one in _listed("inputs", inputs)]
+        keys = [None] * len(given) if ids is None else _listed("ids", ids)
+        if len(keys) != len(given):
+            raise InvalidCall(f"start_many: {len(given)} inputs and {len(keys)} ids: give one id for each input")
+        commands = [self._start_of(definition, args, {}, key, None) for args, key in zip(given, keys, strict=True)]
+        handles: list[Handle] = []
+        conflict: RunConflict | None = None
+        for at in range(0, len(commands), BULK):
+            batch = commands[at : at + BULK]
+            for command, outcome in zip(batch, await asyncio.gather(*map(self.store.submit, batch)), strict=True):
+                try:
+                    handles.append(self._started(definition, command, outcome))
+                except RunConflict as error:
+                    conflict = conflict or error
+        if conflict is not None:
+            raise conflict
+        return handles
+
+    def _startable(self, workflow: Any) -> Workflow:
         definition = workflow_of(workflow)
         registered = self._workflows.get(definition.name)
         if registered is not definition and (self._claims or registered is not None):
             raise UnknownWorkflow(
                 f"workflow {definition.name!r} is not one of this engine's: pass it in Engine(..., workflows=[...])"
             )
+        return definition
+
+    def _start_of(
+        self, definition: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], id: str | None, owner: int | None
+    ) -> Start:
         key = check_key(id) if id is not None else uuid.uuid4().hex
-        payload = definition.input.encode(args, kwargs, limit=self.payload_limit)
         started = WorkflowStarted(
             workflow=definition.name,
             key=key,
-            input=Raw(payload),
+            input=Raw(definition.input.encode(args, kwargs, limit=self.payload_limit)),
             version=definition.version,
             patches=definition.patches,
         )
-        own_id = run_id(definition.name, key)
-        owned = registered is not None and worker.leased and connection is None and self.free_slots() > 0
-        command = Start(own_id, new(started, uuid.uuid4().bytes), self.wall_ms(), worker.key if owned else None)
-        if owned:
-            outcome = await self.submit_birth(command)
-        else:
-            outcome = await self._submit(command, connection)
+        return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), self.wall_ms(), owner)
+
+    def _started(self, definition: Workflow, command: Start, outcome: Outcome) -> Handle:
         match outcome:
             case Appended(run=Run() as run) | Existing(run):
                 pass
-            case InputDiffers(run) if definition.input.same(run.input_json, payload):
+            case InputDiffers(run) if definition.input.same(run.input_json, _input_of(command)):
                 # Another order of what has none: the elements of a set, in the order of this process's hashes.
                 pass
             case InputDiffers(run):
@@ -300,10 +345,7 @@ class Engine:
                 )
             case _:
                 raise KeiroError(f"starting {command.run_id} was answered with {outcome!r}")
-        handle = Handle(self, run.run_id, definition)
-        if (driver := self._resident.get(run.run_id)) is not None:
-            driver.handle = ref(handle)
-        return handle
+        return Handle(self, run.run_id, definition)
 
     async def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
         """Start a run (or find the one that exists) and wait for its result."""
@@ -876,6 +918,12 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<handle of {self.run_id}>"
+
+
+def _input_of(command: Start) -> bytes:
+    started = command.started.event
+    assert isinstance(started, WorkflowStarted)
+    return bytes(started.input)
 
 
 def _reason(reason: str | None) -> str | None:
