@@ -822,6 +822,7 @@ class Engine:
                 continue
             if key not in versions:
                 if not driver.over:
+                    driver.lost = True
                     driver.seal()
             elif versions[key] > driver.version:
                 driver.wake()

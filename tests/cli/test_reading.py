@@ -23,6 +23,7 @@ import pytest
 from keiro.cli.reading import journal
 from keiro.errors import StoreUnavailable
 from keiro.stores import migrate
+from keiro.stores.migrate import HEAD
 from keiro.testing.postgres import PostgresServer
 from tests.cli.conftest import Shell
 
@@ -250,7 +251,7 @@ def test_what_is_no_journal_is_said_and_left_alone(keiro: Shell) -> None:
         ("sqlite:///none.db", "there is no file none.db: check --url and $KEIRO_URL"),
         ("sqlite:////nowhere/none.db", "there is no file /nowhere/none.db"),
         ("sqlite:///.", ". is a folder. Give the path of a file in it"),
-        ("sqlite:///other.db", "has no tables of keiro and this keiro needs revision 0001: run `keiro migrate"),
+        ("sqlite:///other.db", f"has no tables of keiro and this keiro needs revision {HEAD}: run `keiro migrate"),
         ("sqlite:///foreign.db", "is not keiro's: it has keiro_* tables"),
         ("sqlite:///newer.db", "was written by a newer keiro (revision 9999"),
         ("sqlite:///text.db", "text.db is not an SQLite database"),
@@ -274,8 +275,8 @@ def test_a_file_is_migrated(keiro: Shell) -> None:
     assert "run `keiro migrate --url sqlite:///new.db`" in behind.stderr
     assert not (keiro.folder / "new.db").exists()
     done = keiro("migrate", *url)
-    assert (done.returncode, done.stdout) == (0, "sqlite:///new.db is at revision 0001\n")
-    assert keiro.json("migrate", "--check", *url) == {"url": "sqlite:///new.db", "revision": "0001"}
+    assert (done.returncode, done.stdout) == (0, f"sqlite:///new.db is at revision {HEAD}\n")
+    assert keiro.json("migrate", "--check", *url) == {"url": "sqlite:///new.db", "revision": HEAD}
     assert keiro("list", *url).stderr == "no runs\n"
     assert "memory:// has no schema" in keiro("migrate", "--url", "memory://").stderr
 
@@ -287,7 +288,7 @@ def test_a_postgres_database_is_read_and_migrated(
     behind = keiro("list", "--url", secret)
     assert (behind.returncode, behind.stdout) == (2, "")
     assert f"run `keiro migrate --url {postgres_url}`" in behind.stderr
-    assert keiro.json("migrate", "--url", secret) == {"url": postgres_url, "revision": "0001"}
+    assert keiro.json("migrate", "--url", secret) == {"url": postgres_url, "revision": HEAD}
     assert keiro.json("run", "orders:chain", "--id", "a", "--url", secret) == 3
     # As on a standby: nothing may be written, not even by listening.
     readonly = f"{postgres_url}?options=-c%20default_transaction_read_only%3Don"
