@@ -8,6 +8,7 @@ import signal
 import uuid
 from asyncio import Future
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from weakref import ref
@@ -255,11 +256,19 @@ class Engine:
     # Starting and waiting
 
     async def start(
-        self, workflow: Any, /, *args: Any, id: str | None = None, connection: Any = None, **kwargs: Any
+        self,
+        workflow: Any,
+        /,
+        *args: Any,
+        id: str | None = None,
+        delay: float | timedelta | None = None,
+        connection: Any = None,
+        **kwargs: Any,
     ) -> Handle:
         """Start a run and return its handle. On return the run and its input are durable and it will be driven to its
         end. `id` is its key within the workflow (default: a random one); starting a key that exists returns the
-        existing run if the input is equal, else raises `RunConflict`.
+        existing run if the input is equal, else raises `RunConflict`. With `delay` (seconds) it is first driven when
+        that time has gone by.
 
         With `connection`, a SQLAlchemy, sqlite3 or psycopg connection to the same database (or what `transact` gives
         its body), the run is part of the transaction open on it: it exists once the caller commits, and never if the
@@ -269,8 +278,15 @@ class Engine:
         """
         worker = self._opened()
         definition = self._startable(workflow)
-        owned = definition.name in self._workflows and worker.leased and connection is None and self.free_slots() > 0
-        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None)
+        after = patience(delay, "start(delay=...)")
+        owned = (
+            definition.name in self._workflows
+            and worker.leased
+            and connection is None
+            and not after
+            and self.free_slots() > 0
+        )
+        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None, after)
         if owned:
             outcome = await self.submit_birth(command)
         else:
@@ -320,17 +336,25 @@ class Engine:
         return definition
 
     def _start_of(
-        self, definition: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], id: str | None, owner: int | None
+        self,
+        definition: Workflow,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        id: str | None,
+        owner: int | None,
+        after: float | None = None,
     ) -> Start:
+        at_ms = self.wall_ms()
         key = check_key(id) if id is not None else uuid.uuid4().hex
         started = WorkflowStarted(
             workflow=definition.name,
             key=key,
             input=Raw(definition.input.encode(args, kwargs, limit=self.payload_limit)),
+            start_at_ms=at_ms + round(after * 1000) if after else None,
             version=definition.version,
             patches=definition.patches,
         )
-        return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), self.wall_ms(), owner)
+        return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), at_ms, owner)
 
     def _started(self, definition: Workflow, command: Start, outcome: Outcome) -> Handle:
         match outcome:
@@ -730,6 +754,8 @@ class Engine:
                         future.set_result(run)
             elif self._worker is None or run.terminal:
                 continue
+            elif run.status == Status.PENDING and run.next_attempt_at_ms is not None:
+                self._worker.expect(run.next_attempt_at_ms)
             elif run.status == Status.PENDING:
                 self._worker.wake()
             elif run.status == Status.SUSPENDED:

@@ -81,6 +81,8 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     parent: str | None = None
     on_cancel: str | None = None
     deadline_at_ms: int | None = None
+    start_at_ms: int | None = None
+    """When it is to be driven for the first time, where that is not at once."""
     attributes: dict[str, Any] | None = None
     version: str | None = None
     """The version tag of the workflow's code."""

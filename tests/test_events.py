@@ -54,6 +54,7 @@ EXAMPLES: list[Event] = [
         parent="wf:day-1",
         on_cancel="detach",
         deadline_at_ms=AT_MS,
+        start_at_ms=AT_MS,
         attributes={"region": "eu", "n": [1, None]},
         version="v3",
         patches=("new-tax",),

@@ -236,12 +236,11 @@ def known_and_left(batch: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 
 
 def is_plain(command: Start) -> bool:
-    """Whether a run is born as most are: with no parent, in round 0."""
+    """Whether a run is born as most are: at once, with no parent, in round 0."""
     started = command.started.event
     assert isinstance(started, WorkflowStarted)
-    return (
-        started.round == 0 and started.parent is None and started.attributes is None and started.deadline_at_ms is None
-    )
+    special = (started.parent, started.attributes, started.deadline_at_ms, started.start_at_ms)
+    return started.round == 0 and special == (None, None, None, None)
 
 
 class Queue:
