@@ -20,9 +20,8 @@ from typing import Final, Protocol
 from keiro.decisions import Stored
 from keiro.errors import StoreError
 from keiro.rows import Head, Run
-from keiro.stores.base import LEASE_MS, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
+from keiro.stores.base import LEASE_MS, MOST_CLAIMED, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
 
-CLAIM_BATCH: Final = 200
 BLOCKED_S: Final = 5.0
 """An event loop that stands still for longer is told of: it endangers the lease."""
 DEAD_S: Final = 600.0
@@ -184,7 +183,7 @@ class Worker:
 
     async def _claim_all(self) -> float:
         began, key = self._store.now_ms(), self.key
-        while (room := min(self._employer.free_slots(), CLAIM_BATCH)) > 0:
+        while (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
             self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:
                 taken = await self._store.claim(key, self._workflows, room)

@@ -31,6 +31,8 @@ LEASE_MS: Final = 30_000
 RENEW_MS: Final = 10_000
 SEAL_MS: Final = 20_000
 """A worker that could not renew for this long stops its runs, well before anybody may claim them."""
+MOST_CLAIMED: Final = 200
+"""So many runs are claimed at once."""
 SAFETY_POLL_S: Final = 1.0
 """How often a waiting process looks at the store although nothing woke it."""
 

@@ -16,7 +16,7 @@ from keiro.errors import StoreError
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
-from keiro.stores.base import LEASE_MS, Incarnation, WorkerRow
+from keiro.stores.base import LEASE_MS, MOST_CLAIMED, Incarnation, WorkerRow
 from keiro.stores.work import execute
 
 Row: TypeAlias = tuple[Any, ...]
@@ -150,26 +150,32 @@ class Tables:
             f"DELETE FROM {workers} WHERE worker_key = ? AND lease_expires_at_ms = ? RETURNING worker_key"
         )
         # Postgres would rather read the whole table for the running ones than look those few up, but not from an array.
-        among = "= ANY (ARRAY({found}))" if schema else "IN ({found})"
-        among = among.format(found=f"SELECT run_key FROM {heads} WHERE {{which}}")
+        those = "= ANY (ARRAY({found}))" if schema else "IN ({found})"
+        among = those.format(found=f"SELECT run_key FROM {heads} WHERE {{which}}")
         of_heads = f"UPDATE {runs} SET status = 'pending' WHERE status = 'running' AND run_key {among}"
         self.orphan_runs = of_heads.format(which="owner = ?")
         # A new epoch, so that nothing the dead owner still has under way can ever match again.
         self.orphan_heads = f"UPDATE {heads} SET owner = NULL, epoch = epoch + 1 WHERE owner = ?"
-        due = "(r.next_attempt_at_ms IS NULL OR r.next_attempt_at_ms <= ?)"
-        self.claimable = (
-            f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
-            f" WHERE r.status = 'pending' AND r.workflow IN ({{names}}) AND {due} ORDER BY r.run_key LIMIT ?"
+
+        # Each of a workflow's three queues has an index of its own, in its order. A query of several workflows, or of
+        # several queues, would be given a plan that reads the table as soon as much of it seems to match.
+        def queue(condition: str, order: str) -> str:
+            return (
+                f"SELECT run_key FROM (SELECT r.run_key FROM {runs} r WHERE r.workflow = ? AND {condition}"
+                f" ORDER BY {order} LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
+            )
+
+        self.ready = queue(
+            # By an order that no other index has: by its key alone a plan might go through the whole table in order.
+            "r.status = 'pending' AND r.next_attempt_at_ms IS NULL",
+            "r.created_at_ms, r.run_key",
         )
-        woken = "r.status = 'suspended' AND r.wake_at_ms IS NOT NULL AND r.wake_at_ms <= ?"
-        self.due_waits = (
+        self.paced = queue("r.status = 'pending' AND r.next_attempt_at_ms <= ?", "r.next_attempt_at_ms")
+        self.parked = queue("r.status = 'suspended' AND r.wake_at_ms <= ?", "r.wake_at_ms")
+        oldest = those.format(found="SELECT run_key FROM ({queues}) a ORDER BY run_key LIMIT " + str(MOST_CLAIMED))
+        self.found = (
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
-            f" WHERE {woken} AND r.workflow IN ({{names}}) ORDER BY r.wake_at_ms, r.run_key LIMIT ?"
-        )
-        self.any_claimable = (
-            f"SELECT 1 WHERE EXISTS (SELECT 1 FROM {runs} r WHERE r.status = 'pending'"
-            f" AND r.workflow IN ({{names}}) AND {due})"
-            f" OR EXISTS (SELECT 1 FROM {runs} r WHERE {woken} AND r.workflow IN ({{names}}))"
+            f" WHERE r.run_key {oldest} ORDER BY r.run_key"
         )
         self.claim_run = (
             f"UPDATE {runs} SET status = 'running', started_at_ms = COALESCE(started_at_ms, ?),"
@@ -177,14 +183,20 @@ class Tables:
             " WHERE run_key IN ({keys})"
         )
         self.claim_head = f"UPDATE {heads} SET owner = ?, epoch = epoch + 1 WHERE run_key IN ({{keys}})"
-        self.next_due = (
-            f"SELECT min(due) FROM (SELECT min(r.next_attempt_at_ms) AS due FROM {runs} r"
-            " WHERE r.status = 'pending' AND r.workflow IN ({names}) AND r.next_attempt_at_ms IS NOT NULL"
-            f" UNION ALL SELECT min(r.wake_at_ms) FROM {runs} r"
-            " WHERE r.status = 'suspended' AND r.wake_at_ms IS NOT NULL AND r.workflow IN ({names})) dues"
+        self.next_paced = (
+            f"SELECT min(r.next_attempt_at_ms) AS due FROM {runs} r"
+            " WHERE r.workflow = ? AND r.status = 'pending' AND r.next_attempt_at_ms IS NOT NULL"
         )
+        self.next_parked = (
+            f"SELECT min(r.wake_at_ms) AS due FROM {runs} r"
+            " WHERE r.workflow = ? AND r.status = 'suspended' AND r.wake_at_ms IS NOT NULL"
+        )
+        # From one name to the next by the index, however many runs of each there are.
+        of_pending = f"FROM {runs} r WHERE r.status = 'pending' AND r.next_attempt_at_ms IS NULL"
         self.unregistered = (
-            f"SELECT DISTINCT r.workflow FROM {runs} r WHERE r.status = 'pending' AND r.workflow NOT IN ({{names}})"
+            f"WITH RECURSIVE named(name) AS (SELECT min(r.workflow) {of_pending} UNION ALL"
+            f" SELECT (SELECT min(r.workflow) {of_pending} AND r.workflow > named.name) FROM named"
+            " WHERE named.name IS NOT NULL) SELECT name FROM named WHERE name IS NOT NULL AND name NOT IN ({names})"
         )
         self.owned = f"SELECT run_key, version FROM {heads} WHERE owner = ?"
         shown = "to_char({} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"+00:00\"')" if schema else "{}"
@@ -317,12 +329,9 @@ class Sql:
         text = self.text
         # A worker that was buried since it last renewed must not claim: nobody would ever take the runs from it.
         (listed,) = yield [(text.lives, (worker_key,))]
-        if not listed:
+        if not listed or not workflows:
             return []
-        pending, due = yield [
-            (_many(text.claimable, "names", len(workflows)), (*workflows, now, limit)),
-            (_many(text.due_waits, "names", len(workflows)), (now, *workflows, limit)),
-        ]
+        pending, due = yield [self.pending(workflows, now), self.parked(workflows, now)]
         # However long the one queue is, the other gets half.
         rows = [*due[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
         found = [self.to_owned(row) for row in rows]
@@ -364,13 +373,31 @@ class Sql:
         _, heads = yield [(self.text.adopt_runs, ()), (self.text.adopt_heads, ())]
         return bool(heads)
 
+    def pending(self, workflows: Sequence[str], now: int) -> Statement:
+        """The pending runs that may be driven now, oldest first; at most `MOST_CLAIMED`."""
+        queues = " UNION ALL ".join([self.text.ready, self.text.paced] * len(workflows))
+        values = [value for name in workflows for value in (name, name, now)]
+        return self.text.found.replace("{queues}", queues), values
+
+    def parked(self, workflows: Sequence[str], now: int) -> Statement:
+        """The parked runs whose time has come; at most `MOST_CLAIMED`."""
+        queues = " UNION ALL ".join([self.text.parked] * len(workflows))
+        return self.text.found.replace("{queues}", queues), [value for name in workflows for value in (name, now)]
+
     def any_claimable(self, workflows: Sequence[str], now: int) -> Statement:
         """Whether there is anything to claim, without a lock."""
-        return _many(self.text.any_claimable, "names", len(workflows)), (*workflows, now, now, *workflows)
+        if not workflows:
+            return "SELECT 1 WHERE 1 = 0", ()
+        queues = " UNION ALL ".join([self.text.ready, self.text.paced, self.text.parked] * len(workflows))
+        values = [value for name in workflows for value in (name, name, now, name, now)]
+        return f"SELECT 1 FROM ({queues}) a LIMIT 1", values
 
     def due(self, workflows: Sequence[str]) -> Statement:
         """When the next paced or parked run is due."""
-        return _many(self.text.next_due, "names", len(workflows)), (*workflows, *workflows)
+        if not workflows:
+            return "SELECT NULL", ()
+        dues = " UNION ALL ".join([self.text.next_paced, self.text.next_parked] * len(workflows))
+        return f"SELECT min(due) FROM ({dues}) dues", [name for name in workflows for _ in range(2)]
 
     def list_runs(self, status: str | None, workflow: str | None, before: int | None, limit: int) -> Statement:
         """A page of runs."""

@@ -67,7 +67,18 @@ def _tables(d: ddl.Dialect) -> list[str]:
 def _indexes(d: ddl.Dialect) -> list[str]:
     clocks, children = d.table("keiro_clock_deadlines"), d.table("keiro_workflow_children")
     deferreds = d.table("keiro_deferred_completions")
+    runs = d.table("keiro_runs")
+    index = "DROP INDEX keiro.{}" if d.name == "postgresql" else "DROP INDEX {}"
     return [
+        # Three queues for each workflow: what may be driven at once, what is paced, what is parked and has a time.
+        index.format("keiro_runs_pending_idx"),
+        index.format("keiro_runs_wake_idx"),
+        f"CREATE INDEX keiro_runs_pending_idx ON {runs} (workflow, created_at_ms, run_key)"
+        " WHERE status = 'pending' AND next_attempt_at_ms IS NULL",
+        f"CREATE INDEX keiro_runs_paced_idx ON {runs} (workflow, next_attempt_at_ms)"
+        " WHERE status = 'pending' AND next_attempt_at_ms IS NOT NULL",
+        f"CREATE INDEX keiro_runs_wake_idx ON {runs} (workflow, wake_at_ms)"
+        " WHERE status = 'suspended' AND wake_at_ms IS NOT NULL",
         f"CREATE INDEX keiro_clock_deadlines_pending_idx ON {clocks} (completed_at_ms, due_at_ms)",
         f"CREATE INDEX keiro_clock_deadlines_execution_idx ON {clocks} (execution_id)",
         f"CREATE INDEX keiro_deferred_completions_execution_idx ON {deferreds} (execution_id)",

@@ -75,7 +75,7 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_sqlite(tmp_path: Pat
         }
     assert len(plans) > 12
     partial = re.compile(r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_pending_idx|keiro_run_heads_owner_idx)$")
-    few = ("SCAN CONSTANT ROW", "SCAN dues")
+    few = ("SCAN CONSTANT ROW", *(f"SCAN {name}" for name in ("q", "a", "c", "dues", "named")))
     for sql, plan in plans.items():
         scans = [step for step in plan if step.startswith("SCAN") and step not in few and not partial.match(step)]
         assert scans in ([], ["SCAN keiro_workers"]), f"{sql}\n{plan}"
@@ -105,9 +105,8 @@ def whole_tables(plan: dict[str, Any]) -> Iterator[str]:
     """The tables that a plan reads from one end to the other."""
     kind, table = plan["Node Type"], plan.get("Relation Name")
     index = plan.get("Index Name", "")
-    few = (
-        index in ("keiro_runs_pending_idx", "keiro_runs_wake_idx", "keiro_run_heads_owner_idx") or "Index Cond" in plan
-    )
+    partial = ("keiro_runs_pending_idx", "keiro_run_heads_owner_idx")
+    few = index in partial or "Index Cond" in plan
     if kind == "Seq Scan" or (kind.startswith(("Index", "Bitmap Index")) and not few):
         yield str(table or index)
     for below in plan.get("Plans", ()):
@@ -120,6 +119,12 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_postgres(postgres_ur
             connection.execute(
                 "INSERT INTO keiro.keiro_runs (run_id, workflow, key, status, lineage_id, input_json, created_at_ms,"
                 " finished_at_ms) SELECT 'wf:noted-d' || n, 'noted', n, 'completed', 'wf:noted-d' || n, '{}', 1, 2"
+                f" FROM generate_series(1, {FINISHED}) n"
+            )
+            # What looks like most of the table to a plan for any workflow, and is not looked for here.
+            connection.execute(
+                "INSERT INTO keiro.keiro_runs (run_id, workflow, key, status, lineage_id, input_json, created_at_ms)"
+                " SELECT 'wf:crowd-' || n, 'crowd', n, 'pending', 'wf:crowd-' || n, '{}', 1"
                 f" FROM generate_series(1, {FINISHED}) n"
             )
             connection.execute(
