@@ -33,6 +33,8 @@ SEAL_MS: Final = 20_000
 """A worker that could not renew for this long stops its runs, well before anybody may claim them."""
 MOST_CLAIMED: Final = 200
 """So many runs are claimed at once."""
+MOST_WRITTEN: Final = 1000
+"""So many commands are written at once: the event loop goes on between two batches."""
 SAFETY_POLL_S: Final = 1.0
 """How often a waiting process looks at the store although nothing woke it."""
 
@@ -280,7 +282,12 @@ class Queue:
         return bool(self._pending)
 
     def take(self) -> list[Pending]:
-        """All that is queued."""
+        """What is queued; at most `MOST_WRITTEN`, and then the rest is scheduled."""
         self._scheduled = False
         taken, self._pending = self._pending, []
+        if len(taken) > MOST_WRITTEN:
+            self._pending = taken[MOST_WRITTEN:]
+            del taken[MOST_WRITTEN:]
+            self._scheduled = True
+            self._schedule()
         return taken

@@ -121,7 +121,7 @@ keiro_runs_wake_idx keiro_runs(workflow,wake_at_ms) where status = 'suspended' a
 keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
 keiro_workflow_children_parent_idx keiro_workflow_children(parent_id,parent_name)
 keiro_workflow_children_running_idx keiro_workflow_children(status) where status = 'running'
-""".strip().splitlines()
+""".strip().splitlines()  # noqa: E501
 
 KEYS = """
 keiro_alembic_version primary key(version_num)
