@@ -121,7 +121,7 @@ def _recorded(run: Run, event: StepRecorded, at_ms: int) -> Iterator[Change]:
             # Where the child did not end just now, but was found ended by the spawn.
             key = {"child_id": name.removesuffix(":result"), "parent_id": run.key, "parent_name": run.workflow}
             yield _child_ended(key, decode_exit(event.result), at_ms)
-        case "child":
+        case "child" if ":" not in name:
             child = _decode_spawned(event.result)
             values = {
                 "parent_id": run.key,

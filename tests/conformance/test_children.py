@@ -468,6 +468,29 @@ async def test_ch_31_and_32_an_honest_result_is_delivered_as_it_is(
         assert row.result is not None and msgspec.json.decode(row.result) == value
 
 
+async def test_ch_50_a_child_fails_at_its_ceiling_and_says_why(make_engine: MakeEngine) -> None:
+    @keiro.workflow(retry=keiro.Retry(attempts=2, initial=0))
+    async def fragile(run: keiro.WorkflowRun) -> None:
+        await run.step(explode, "x")
+
+    @keiro.workflow
+    async def catches(run: keiro.WorkflowRun) -> list[Any]:
+        kid = await run.spawn(fragile, id="k")
+        try:
+            await kid.result()
+        except keiro.ChildFailed as error:
+            return [str(error), type(error.__cause__).__name__, str(await kid.status())]
+        return []
+
+    async with make_engine(catches, fragile) as engine:
+        handle = await engine.start(catches, id="a")
+        said, cause, status = await handle.result(LIMIT_S)
+        assert "wf:fragile-k failed" in said and "no x" in said and (cause, status) == ("Boom", "failed")
+        assert calls == ["x", "x"]
+        row = await only_child(handle)
+        assert (row.status, row.failed, row.failure_reason) == ("failed", True, "no x")
+
+
 async def test_ch_61_a_child_of_another_parent_is_refused(make_engine: MakeEngine) -> None:
     """CH-61, U5: and the first parent keeps it."""
 
