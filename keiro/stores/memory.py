@@ -432,7 +432,7 @@ class MemoryStore:
                 for name in TIMESTAMPS:
                     values[name] = None if row[name] is None else timestamp(row[name])
                 found.append(ChildRow(**values))
-        return found
+        return sorted(found, key=lambda row: (row.created_at, row.child_id.encode()))
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

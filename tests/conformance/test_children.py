@@ -206,6 +206,27 @@ async def test_ch_03_and_04_a_child_ends_once(make_engine: MakeEngine) -> None:
         assert await engine.children.of("wf:double-nobody") == []
 
 
+async def test_ch_05_children_are_listed_oldest_first_and_then_by_id(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate["go"].set()
+    monkeypatch.setattr(keiro.Engine, "wall_ms", lambda self: 1_700_000_000_000)
+
+    @keiro.workflow
+    async def family(run: keiro.WorkflowRun) -> list[int]:
+        kids = [await run.spawn(double, n, id=key) for n, key in enumerate(("z", "a", "ä", "Z"))]
+        return [await kid.result() for kid in kids]
+
+    async with make_engine(family, double) as engine:
+        handle = await engine.start(family, id="f")
+        assert await handle.result(LIMIT_S) == [0, 2, 4, 6]
+        rows = await handle.children()
+        assert [row.child_id for row in rows] == ["Z", "a", "z", "ä"]
+        assert [row.status for row in rows] == ["completed"] * 4
+        assert rows == await engine.children.of("wf:family-f")
+        assert rows[0].created_at == "2023-11-14T22:13:20.000+00:00"
+
+
 @pytest.mark.parametrize(
     "event",
     [
