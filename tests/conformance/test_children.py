@@ -467,6 +467,30 @@ async def test_u20_a_child_that_anybody_ends_tells_its_parent(make_engine: MakeE
         assert (await only_child(handle)).status == "completed"
 
 
+async def test_ch_30_a_result_of_another_type_is_an_error_that_names_the_step(make_engine: MakeEngine) -> None:
+    """CH-30, F18: who drives the child has another version of it, with another type of result."""
+
+    @keiro.workflow(name="typed")
+    async def as_it_was(run: keiro.WorkflowRun) -> int:
+        return 1
+
+    @keiro.workflow(name="typed")
+    async def as_it_is(run: keiro.WorkflowRun) -> str:
+        return "one"
+
+    @keiro.workflow
+    async def expects(run: keiro.WorkflowRun) -> str:
+        kid = await run.spawn(as_it_was, id="k")
+        try:
+            return str(await kid.result())
+        except keiro.DecodeFailed as error:
+            return f"{error.where} {error}"
+
+    async with make_engine(expects) as one, make_engine(as_it_is):
+        told = await (await one.start(expects, id="a")).result(LIMIT_S)
+        assert told.startswith("child:k:result ") and "int" in told
+
+
 @pytest.mark.parametrize("value", [{"cancelled": True}, {"failed": "x"}, {"ok": 1}, None, [], False], ids=repr)
 async def test_ch_31_and_32_an_honest_result_is_delivered_as_it_is(
     make_engine: MakeEngine, either_way: None, value: Any
