@@ -150,6 +150,7 @@ class Driver:
     __slots__ = (
         "__weakref__",
         "_begun",
+        "_behind",
         "_called",
         "_catching",
         "_clocks",
@@ -215,6 +216,7 @@ class Driver:
         # What most runs never need is made when it is first needed.
         self._waits: Waits | None = None
         self._catching: Task[None] | None = None
+        self._behind = False  # whether others may have appended what was not read here
         self._clocks: dict[str, int] | None = None
         self._retracted: dict[str, int] | None = None
         self._consumed: set[str] | None = None
@@ -387,8 +389,10 @@ class Driver:
                 continue
             if type(outcome) is Appended:
                 if outcome.version > self._version:
-                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now. The
+                    # version hides it from those who compare versions, so this is the last time to notice.
                     self._version = outcome.version
+                    self.wake()
                 if outcome.version == self._known + len(events) and all(":" not in one.event.TOPIC for one in events):
                     self._known = outcome.version  # nobody else's event is between them
                 return outcome, at_ms
@@ -455,8 +459,10 @@ class Driver:
         return step in self._history
 
     def wake(self) -> None:
-        """Others have appended to the run: read it, if anything waits for that."""
-        if self._waits and self._catching is None and not self.sealed:
+        """Others have appended to the run: read it, if anything waits for that; else when something does."""
+        # What is being read just now may have been asked for before that append: then it is read once more.
+        self._behind = not self._waits or self._catching is not None
+        if not self._behind and not self.sealed:
             self._catching = self._loop.create_task(self.catch_up(), name=f"catch up {self.run.run_id}")
             self._catching.add_done_callback(self._caught_up)
 
@@ -465,6 +471,13 @@ class Driver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.host.report("store_away", self.run.run_id, error=str(error))
             self._loop.call_later(0.5, self.wake)
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """Read what others appended while nothing waited for it, if they did."""
+        if self._behind:
+            self.wake()
 
     async def catch_up(self) -> None:
         """Read what was appended since, and give it to who waits for it."""
@@ -505,6 +518,7 @@ class Driver:
                 continue
             if found is not None:
                 self._version = found[1].version
+                self.wake()  # as where others appended: whose the last events are is not known here
             return
 
     # What a body calls

@@ -421,6 +421,29 @@ class Refusing(Projection):
         raise AssertionError
 
 
+async def test_ch_26_an_end_that_comes_while_the_parent_runs_is_not_overlooked(
+    make_engine: MakeEngine, either_way: None
+) -> None:
+    """CH-26, F21: the child ends while the parent is in a step, and the parent was read before."""
+
+    @keiro.workflow
+    async def quick(run: keiro.WorkflowRun) -> str:
+        return await run.step(note, "quick")
+
+    @keiro.workflow
+    async def busy(run: keiro.WorkflowRun) -> list[Any]:
+        kid = await run.spawn(quick, id="k")
+        return [await run.step(held, "busy"), await kid.result()]
+
+    async with make_engine(busy) as one:
+        handle = await one.start(busy, id="a")
+        await gate["entered"].wait()
+        async with make_engine(quick) as other:
+            assert await other.handle("wf:quick-k").result(LIMIT_S) == "quick"
+        gate["go"].set()
+        assert await handle.result(LIMIT_S) == ["busy", "quick"]
+
+
 async def test_ch_28_a_parent_that_has_ended_is_told_nothing(make_engine: MakeEngine) -> None:
     """CH-28, F39: the row of the child is completed, and the parent's journal is closed; whatever its end was."""
 
