@@ -25,7 +25,7 @@ from tests.conformance.test_steps import calls, note, replay, step_names, topics
 from tests.conftest import MakeEngine
 
 gate: dict[str, asyncio.Event] = {}
-LIMIT_S = 60
+LIMIT_S = 15
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +33,6 @@ def _fresh() -> None:
     calls.clear()
     gate.clear()
     gate.update(entered=asyncio.Event(), go=asyncio.Event())
-
-
-@pytest.fixture
-def parks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits leaves the process as soon as it may."""
-    monkeypatch.setattr("keiro.waits.PARK_S", 0.0)
-
-
-@pytest.fixture(params=[0.0, 3600.0], ids=["parked", "resident"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits leaves the process as soon as it may, and in another test never."""
-    monkeypatch.setattr("keiro.waits.PARK_S", request.param)
 
 
 async def held(value: Any) -> Any:
