@@ -204,8 +204,11 @@ class _Work:
             else:  # born in this very batch
                 statements.append((text.update_born_head, (head.version, head.owner, run.run_id)))
             if write.before is not None and run is not write.before:
-                values = sql.changed_values(run)
-                statements.append((text.update_run, values) if key else (text.update_born, [*values[:-1], run.run_id]))
+                # The row may not know its key: it was born in this batch, and written by a flush before this one.
+                values = sql.changed_values(run)[:-1]
+                statements.append(
+                    (text.update_run, [*values, key]) if key else (text.update_born, [*values, run.run_id])
+                )
             insert = text.insert_event if key else text.insert_born_event
             statements += [
                 (

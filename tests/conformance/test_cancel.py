@@ -329,6 +329,36 @@ async def test_ch_47_with_a_parent_its_children_are_cancelled_all_the_way_down(
         assert calls.count("after") == 1
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+async def test_ch_47_a_child_that_is_spawned_as_its_parent_is_cancelled_is_not_left_alone(
+    make_engine: MakeEngine, order: str
+) -> None:
+    """In one batch: a child spawned before the cancellation is cancelled with it, after it none is spawned."""
+
+    @keiro.workflow
+    async def spawns(run: keiro.WorkflowRun) -> None:
+        await run.spawn(works, id="k")
+        await asyncio.Event().wait()
+
+    async with make_engine(spawns, works) as engine:
+        race = Interleaved(
+            engine,
+            lambda command: isinstance(command, Spawn),
+            order,
+            lambda: Cancel("wf:spawns-a", engine.wall_ms()),
+        )
+        handle = await engine.start(spawns, id="a")
+        await cancelled(handle)
+        assert isinstance(await race.outcome, Appended)
+        await left(engine)
+        if order == "before":
+            assert await handle.children() == [] and await engine.store.run("wf:works-k") is None
+        else:
+            await cancelled(engine.handle("wf:works-k"))
+            assert (await only_child(handle)).status == "cancelled"
+        assert "after" not in calls
+
+
 async def test_a_run_that_ends_well_or_fails_cancels_no_child(make_engine: MakeEngine) -> None:
     """CH-47: completion and failure never do."""
 
