@@ -278,11 +278,13 @@ class Write(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
-    a run that its sender owns and may not know of: a start whose first answer was lost."""
+    a run that its sender owns and may not know of: a start whose first answer was lost. `stranger` says that the sender
+    does not own the run that it names."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
     found: Run | None = None
+    stranger: bool = False
 
     @property
     def changed(self) -> list[Run]:
@@ -293,7 +295,8 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def touched(self) -> list[str]:
         """The runs that others than their owners appended to."""
-        return [write.run_id for write in self.writes[1:] if write.before is not None]
+        writes = self.writes if self.stranger else self.writes[1:]
+        return [write.run_id for write in writes if write.before is not None]
 
 
 Deciding: TypeAlias = Generator[Need, Any, Decision]
@@ -366,7 +369,7 @@ def _append(command: Append) -> Deciding:
     writes = [write]
     if write.run.terminal:
         yield from _tell_parent(writes, write)
-    return Decision(Appended(write.head.version), tuple(writes))
+    return Decision(Appended(write.head.version), tuple(writes), stranger=command.owner is None)
 
 
 def _refused(command: Append, loaded: Loaded | None) -> Outcome | None:
@@ -458,7 +461,7 @@ def _deliver(command: Deliver) -> Deciding:
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
     write = _write(loaded, (event,), command.at_ms)
-    return Decision(Appended(write.head.version), (write,))
+    return Decision(Appended(write.head.version), (write,), stranger=True)
 
 
 def _secret(payload: str) -> str | None:

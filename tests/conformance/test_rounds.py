@@ -108,6 +108,29 @@ async def test_a_handoff_is_not_swallowed(make_engine: MakeEngine) -> None:
         assert await engine.execute(tries, 0, id="a") == 1
 
 
+async def test_f2_the_same_waits_in_every_round_are_waits_of_their_own(
+    make_engine: MakeEngine, either_way: None
+) -> None:
+    """F2, F4, F5, F36: a sleep, a deferred and a step of the same names."""
+
+    @keiro.workflow
+    async def repeats(run: keiro.WorkflowRun, seen: list[Any]) -> list[Any]:
+        await run.sleep(0.01)
+        seen = [*seen, await run.step(note, run.round), await run.deferred("more").result()]
+        if run.round < 2:
+            run.continue_as_new(seen)
+        return seen
+
+    async with make_engine(repeats) as engine:
+        handle = await engine.start(repeats, [], id="a")
+        for number in range(3):
+            async with asyncio.timeout(LIMIT_S):
+                while len(calls) <= number:
+                    await asyncio.sleep(0)
+            assert await engine.complete("wf:repeats-a", "more", f"v{number}") is True
+        assert await handle.result(LIMIT_S) == [0, "v0", 1, "v1", 2, "v2"]
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 async def test_wf_96_what_comes_as_a_round_ends_is_for_the_next_one(make_engine: MakeEngine, order: str) -> None:
     """WF-96, F36: a completion that the old round did not take is carried over, or goes to the new round itself."""
@@ -216,6 +239,53 @@ async def test_ch_51_a_later_round_is_told_how_its_child_ended_before(make_engin
         handle = await engine.start(asks, [], id="a")
         assert await handle.result(LIMIT_S) == [{"failed": "ChildFailed why", "cancelled": "ChildCancelled"}[end]] * 2
         assert (await only_child(handle)).status == end
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+async def test_u8_a_child_that_ends_as_its_parents_round_does_is_heard_of_in_the_next_one(
+    make_engine: MakeEngine, either_way: None, order: str
+) -> None:
+    """U8, F22: the round that is told is found in the transaction that tells it."""
+
+    @keiro.workflow
+    async def rotates(run: keiro.WorkflowRun, n: int) -> list[int]:
+        kid = await run.spawn(double, 4, id="k")
+        if n == 0:
+            await run.deferred("go").result()
+            run.continue_as_new(1)
+        return [n, await kid.result()]
+
+    async with make_engine(rotates, double) as engine:
+        handle = await engine.start(rotates, 0, id="a")
+        await gate["entered"].wait()
+        submit = engine.store.submit
+        # The end of the child is held until the rotation is sent, and goes in the same batch.
+        kept: list[Any] = []
+
+        def hold(command: Command) -> Any:
+            if records("wf:double-k", "WorkflowCompleted")(command):
+                kept.append((command, asyncio.get_running_loop().create_future()))
+                return kept[0][1]
+            if not is_rotation(command):
+                return submit(command)
+            end, told = kept[0]
+            if order == "before":
+                outcome = submit(end)
+            mine = submit(command)
+            if order == "after":
+                outcome = submit(end)
+            outcome.add_done_callback(lambda done: told.set_result(done.result()))
+            return mine
+
+        engine.store.submit = hold  # type: ignore[method-assign]
+        gate["go"].set()
+        async with asyncio.timeout(LIMIT_S):
+            while not kept:
+                await asyncio.sleep(0)
+        assert await engine.complete(handle.run_id, "go", 1)
+        assert await handle.result(LIMIT_S) == [1, 8]
+        assert (await only_child(handle)).status == "completed"
+        assert sorted(await step_names(handle)) == ["child:k", "child:k:result"]
 
 
 @keiro.workflow
