@@ -25,7 +25,7 @@ from tests.conformance.test_steps import calls, note, replay, step_names, topics
 from tests.conftest import MakeEngine
 
 gate: dict[str, asyncio.Event] = {}
-LIMIT_S = 15
+LIMIT_S = 60
 
 
 @pytest.fixture(autouse=True)
