@@ -187,9 +187,10 @@ class Completions(msgspec.Struct, frozen=True):
 
 
 class Children(msgspec.Struct, frozen=True):
-    """Asks for the round 0 of each child of a lineage that has not ended: answered with rows."""
+    """Asks for the round 0 of each child of a lineage that has not ended, or of each that has: answered with rows."""
 
     lineage_id: str
+    ended: bool = False
 
 
 Need: TypeAlias = One | Newest | Completions | Children
@@ -567,8 +568,17 @@ def _resurrect(command: Resurrect) -> Deciding:
     run = newest.run
     if run.status != Status.FAILED:
         return Decision(RefusedTerminal(run.status))
-    event = WorkflowResurrected(reason=command.reason)
-    write = _write(newest, (new(event, _fresh(newest, "__workflow_resurrected__")),), command.at_ms)
+    events = [new(WorkflowResurrected(reason=command.reason), _fresh(newest, "__workflow_resurrected__"))]
+    # Children that ended while it had failed could not tell it: resurrected before it, or left to go on.
+    ended: list[Run] = yield Children(run.lineage_id, ended=True)
+    for child in ended:
+        last: Loaded = yield Newest(child.run_id)
+        if last.run.terminal:
+            payload = _encoder.encode(_ended(last.run))
+            _, told = yield from _recorded(run, child_result_step(child.key), payload)
+            if told is not None:
+                events.append(told)
+    write = _write(newest, tuple(events), command.at_ms)
     writes = [write]
     first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
     if first is not None and first.run.parent_run_id is not None:

@@ -268,12 +268,13 @@ class MemoryStore:
                 return [
                     (row["deferred_name"], row["exit_json"]) for row in of.values() if row["execution_id"] == run_id
                 ]
-            case Children(lineage_id):
+            case Children(lineage_id, ended):
                 parent = parse_run_id(lineage_id)
                 return [
                     self._runs[str(RunId(row["child_name"], row["child_id"]))]
                     for row in self._db.rows.get(CHILDREN, {}).values()
-                    if (row["parent_id"], row["parent_name"], row["status"]) == (parent.key, parent.workflow, "running")
+                    if (row["parent_id"], row["parent_name"]) == (parent.key, parent.workflow)
+                    and (row["status"] != "running") is ended
                 ]
 
     def _write(self, decision: Decision) -> Decision:

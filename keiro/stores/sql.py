@@ -98,6 +98,7 @@ class Tables:
             " WHERE c.parent_id = ? AND c.parent_name = ? AND c.status = 'running' AND r.round_ordinal = 0"
             " ORDER BY r.run_key"
         )
+        self.ended_children = self.children.replace("c.status = 'running'", "c.status <> 'running'")
         self.completions = (
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"
             " ORDER BY completed_at_ms, deferred_name"

@@ -108,9 +108,9 @@ class _Work:
                     statements += [(text.load, (lineage_id,)), (text.newest, (lineage_id,))]
                 case Completions(run_id):
                     statements.append((text.completions, (run_id,)))
-                case Children(lineage_id):
+                case Children(lineage_id, ended):
                     of = parse_run_id(lineage_id)
-                    statements.append((text.children, (of.key, of.workflow)))
+                    statements.append((text.ended_children if ended else text.children, (of.key, of.workflow)))
         if not statements:
             return
         results = iter((yield statements))

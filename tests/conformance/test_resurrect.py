@@ -160,6 +160,22 @@ async def test_ch_53_a_child_and_its_parent_are_resurrected_in_either_order(
         assert msgspec.json.decode(ended.result) == ["before", "kid"]
 
 
+async def test_ch_53_a_child_may_fail_and_be_resurrected_many_times(make_engine: MakeEngine) -> None:
+    """CH-53, U4: each time the parent is told anew, under an id of its own."""
+    broken.add("kid")
+    async with make_engine(parent, kid) as engine:
+        handle = await engine.start(parent, id="a")
+        for number in range(3):
+            await failed(handle)
+            if number == 2:
+                broken.clear()
+            assert await engine.resurrect("wf:kid-k")
+            await reached(engine.handle("wf:kid-k"), "completed" if number == 2 else "failed")
+            assert await engine.resurrect(handle.run_id)
+        assert await handle.result(LIMIT_S) == ["before", "kid"]
+        assert calls == ["before", *["kid"] * 4]
+
+
 async def test_a_step_that_is_retracted_runs_again(make_engine: MakeEngine) -> None:
     """U4: the operators' way out; of what is not recorded, is being driven or has ended nothing is taken back."""
     broken.add("step")
@@ -204,3 +220,29 @@ async def test_wf_69_a_run_in_a_later_round_is_resurrected_there(make_engine: Ma
         assert await engine.resurrect(handle.run_id)
         assert await handle.result(LIMIT_S) == [1, "step"]
         assert calls == ["first", "step", "step"]
+
+
+async def test_ch_53_a_child_in_a_later_round_is_resurrected_for_its_parent(make_engine: MakeEngine) -> None:
+    """CH-53: the row of the child, too, is that of its lineage."""
+
+    @keiro.workflow
+    async def rotates(run: keiro.WorkflowRun, n: int) -> str:
+        if n == 0:
+            run.continue_as_new(1)
+        return await run.step(fragile, "kid")
+
+    @keiro.workflow
+    async def asks(run: keiro.WorkflowRun) -> str:
+        return str(await run.call(rotates, 0, id="k"))
+
+    broken.add("kid")
+    async with make_engine(asks, rotates) as engine:
+        handle = await engine.start(asks, id="a")
+        await failed(handle)
+        assert (await only_child(handle)).status == "failed"
+        broken.clear()
+        assert await engine.resurrect("wf:rotates-k")
+        assert await engine.handle("wf:rotates-k").result(LIMIT_S) == "kid"
+        assert (await only_child(handle)).status == "completed"
+        assert await engine.resurrect(handle.run_id)
+        assert await handle.result(LIMIT_S) == "kid"
