@@ -503,6 +503,11 @@ class Driver:
                     self._history[found.step] = found
                     if self._waits is not None:
                         self._waits.recorded(found.step)
+            elif row.topic == "StepRetracted":
+                # A child was resurrected: what the body has not asked for yet is waited for anew, as a replay will.
+                step = _decode_retracted(row.payload).step
+                if is_external(step):
+                    self._history.pop(step, None)
         self._known = rows[-1].version
         self._version = max(self._version, self._known)
 

@@ -176,6 +176,53 @@ async def test_ch_53_a_child_may_fail_and_be_resurrected_many_times(make_engine:
         assert calls == ["before", *["kid"] * 4]
 
 
+async def test_u4_a_parent_that_was_told_and_has_not_asked_yet_hears_the_new_end(make_engine: MakeEngine) -> None:
+    """U4: the parent has read of the failure, and is busy with other things while its child is resurrected."""
+
+    @keiro.workflow
+    async def busy(run: keiro.WorkflowRun) -> list[str]:
+        child = await run.spawn(kid, id="k")
+
+        async def waits() -> None:
+            await run.deferred("d").result()
+
+        task = asyncio.create_task(waits())
+        await run.step(held, "busy")
+        try:
+            return [await child.result()]
+        finally:
+            await task
+
+    broken.add("kid")
+    async with make_engine(busy, kid) as engine:
+        handle = await engine.start(busy, id="a")
+        driver = engine._resident[handle.run_id]
+        child = engine.handle("wf:kid-k")
+        async with asyncio.timeout(LIMIT_S):
+            while not driver.is_recorded("child:k:result"):
+                await asyncio.sleep(0)
+        # It is to be resurrected and not to end yet: the parent asks while its child has no end at all.
+        kid_body, gate["again"] = kid.body, asyncio.Event()
+
+        async def slowly(run: keiro.WorkflowRun) -> str:
+            await gate["again"].wait()
+            broken.clear()
+            return str(await kid_body(run))
+
+        kid.body = slowly
+        try:
+            assert await engine.resurrect(child.run_id)
+            async with asyncio.timeout(LIMIT_S):
+                while driver.is_recorded("child:k:result"):
+                    await asyncio.sleep(0)
+            gate["go"].set()
+            gate["again"].set()
+            await engine.complete(handle.run_id, "d", 1)
+            assert await handle.result(LIMIT_S) == ["kid"]
+        finally:
+            kid.body = kid_body
+
+
 async def test_a_step_that_is_retracted_runs_again(make_engine: MakeEngine) -> None:
     """U4: the operators' way out; of what is not recorded, is being driven or has ended nothing is taken back."""
     broken.add("step")
