@@ -265,7 +265,7 @@ class Driver:
             raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
         except BaseException as error:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
-            event = self._failed(error)
+            event = _handoff_in(error) or self._failed(error)
         finally:
             # From here on no task that the body has left behind begins an effect, whose record would be refused.
             self.over = True
@@ -1170,6 +1170,13 @@ def past_of(run_id: str, stored: list[Stored]) -> Past:
             where=row.topic,
         ) from error
     return Past(history, clocks, retracted)
+
+
+def _handoff_in(error: BaseException) -> ContinueAsNew | None:
+    """The end of a round that a task of the body has asked for, where a task group wraps it and nothing else failed."""
+    while isinstance(error, BaseExceptionGroup) and error.split(ContinueAsNew)[1] is None:
+        error = error.exceptions[0]
+    return error if isinstance(error, ContinueAsNew) else None
 
 
 def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: int) -> None:

@@ -108,6 +108,36 @@ async def test_a_handoff_is_not_swallowed(make_engine: MakeEngine) -> None:
         assert await engine.execute(tries, 0, id="a") == 1
 
 
+@pytest.mark.parametrize("how", ["gather", "group", "map"])
+async def test_a_round_is_ended_by_any_task_of_its_body(make_engine: MakeEngine, how: str) -> None:
+    """Also where a task group wraps what ends it; an error beside it is still a failure."""
+
+    @keiro.workflow
+    async def tasks(run: keiro.WorkflowRun, n: int, beside: bool) -> int:
+        async def ends(scope: Any = run, item: int = 0) -> None:
+            scope.continue_as_new(1, beside)
+
+        async def fails() -> None:
+            raise Boom("beside")
+
+        if n == 0 and how == "gather":
+            await asyncio.gather(ends())
+        elif n == 0 and how == "map":
+            await run.map(ends, [1])
+        elif n == 0:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ends())
+                if beside:
+                    group.create_task(fails())
+        return run.round
+
+    async with make_engine(tasks) as engine:
+        assert await engine.execute(tasks, 0, False, id="a") == 1
+        if how == "group":
+            with pytest.raises(keiro.WorkflowFailed, match="TaskGroup"):
+                await engine.execute(tasks, 0, True, id="b")
+
+
 async def test_f2_the_same_waits_in_every_round_are_waits_of_their_own(
     make_engine: MakeEngine, either_way: None
 ) -> None:
