@@ -194,7 +194,14 @@ class Children(msgspec.Struct, frozen=True):
     ended: bool = False
 
 
-Need: TypeAlias = One | Newest | Completions | Children
+class Acted(msgspec.Struct, frozen=True):
+    """Asks whether a step or a command was recorded in a run after the version `after`."""
+
+    run_id: str
+    after: int
+
+
+Need: TypeAlias = One | Newest | Completions | Children | Acted
 Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract
 
 
@@ -279,11 +286,13 @@ class Write(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
-    a run that its sender owns and may not know of: a start whose first answer was lost."""
+    a run that its sender owns and may not know of: a start whose first answer was lost. `stranger` says that the sender
+    does not own the run that it names."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
     found: Run | None = None
+    stranger: bool = False
 
     @property
     def changed(self) -> list[Run]:
@@ -294,7 +303,8 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def touched(self) -> list[str]:
         """The runs that others than their owners appended to."""
-        return [write.run_id for write in self.writes[1:] if write.before is not None]
+        writes = self.writes if self.stranger else self.writes[1:]
+        return [write.run_id for write in writes if write.before is not None]
 
 
 Deciding: TypeAlias = Generator[Need, Any, Decision]
@@ -367,7 +377,7 @@ def _append(command: Append) -> Deciding:
     writes = [write]
     if write.run.terminal:
         yield from _tell_parent(writes, write)
-    return Decision(Appended(write.head.version), tuple(writes))
+    return Decision(Appended(write.head.version), tuple(writes), stranger=command.owner is None)
 
 
 def _refused(command: Append, loaded: Loaded | None) -> Outcome | None:
@@ -459,7 +469,7 @@ def _deliver(command: Deliver) -> Deciding:
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
     write = _write(loaded, (event,), command.at_ms)
-    return Decision(Appended(write.head.version), (write,))
+    return Decision(Appended(write.head.version), (write,), stranger=True)
 
 
 def _secret(payload: str) -> str | None:
@@ -580,11 +590,12 @@ def _resurrect(command: Resurrect) -> Deciding:
     writes = [write]
     first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
     if first is not None and first.run.parent_run_id is not None:
-        # What the parent was told of the failure counts no more, or it would fail of it again. One that goes on has
-        # maybe dealt with the failure: what its body has seen cannot be taken back.
+        # What the parent was told of the failure counts no more, or it would fail of it again.
         parent: Loaded | None = yield Newest(first.run.parent_run_id)
-        if parent is not None and parent.run.status == Status.FAILED:
-            yield from _retracted(writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected")
+        if parent is not None and parent.run.status not in (Status.COMPLETED, Status.CANCELLED):
+            yield from _retracted(
+                writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected", unless_acted=True
+            )
     return Decision(Appended(write.head.version, write.run), tuple(writes))
 
 
@@ -603,7 +614,11 @@ def _retract(command: Retract) -> Deciding:
     return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
 
 
-def _retracted(writes: list[Write], run: Run, step: str, at_ms: int, reason: str | None) -> Generator[Need, Any, None]:
+def _retracted(
+    writes: list[Write], run: Run, step: str, at_ms: int, reason: str | None, *, unless_acted: bool = False
+) -> Generator[Need, Any, None]:
+    """Retract the newest record of a step; with `unless_acted`, only while the run has recorded nothing since: what it
+    did then, it may have done because of that record."""
     ids = _ids_of(run)
     number = 0
     while True:
@@ -613,6 +628,8 @@ def _retracted(writes: list[Write], run: Run, step: str, at_ms: int, reason: str
         number += 1
         loaded: Loaded = yield One(run.run_id, ids(_retraction(step, number)))
         if loaded.present is None:
+            if unless_acted and (yield Acted(run.run_id, recorded.present.version)):
+                return
             event = new(StepRetracted(step=step, reason=reason), ids(_retraction(step, number)))
             writes.append(_write(loaded, (event,), at_ms))
             return

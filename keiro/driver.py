@@ -150,6 +150,7 @@ class Driver:
     __slots__ = (
         "__weakref__",
         "_begun",
+        "_behind",
         "_called",
         "_catching",
         "_clocks",
@@ -215,6 +216,7 @@ class Driver:
         # What most runs never need is made when it is first needed.
         self._waits: Waits | None = None
         self._catching: Task[None] | None = None
+        self._behind = False  # whether others may have appended what was not read here
         self._clocks: dict[str, int] | None = None
         self._retracted: dict[str, int] | None = None
         self._consumed: set[str] | None = None
@@ -263,7 +265,7 @@ class Driver:
             raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
         except BaseException as error:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
-            event = self._failed(error)
+            event = _handoff_in(error) or self._failed(error)
         finally:
             # From here on no task that the body has left behind begins an effect, whose record would be refused.
             self.over = True
@@ -387,8 +389,10 @@ class Driver:
                 continue
             if type(outcome) is Appended:
                 if outcome.version > self._version:
-                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now. The
+                    # version hides it from those who compare versions, so this is the last time to notice.
                     self._version = outcome.version
+                    self.wake()
                 if outcome.version == self._known + len(events) and all(":" not in one.event.TOPIC for one in events):
                     self._known = outcome.version  # nobody else's event is between them
                 return outcome, at_ms
@@ -455,8 +459,10 @@ class Driver:
         return step in self._history
 
     def wake(self) -> None:
-        """Others have appended to the run: read it, if anything waits for that."""
-        if self._waits and self._catching is None and not self.sealed:
+        """Others have appended to the run: read it, if anything waits for that; else when something does."""
+        # What is being read just now may have been asked for before that append: then it is read once more.
+        self._behind = not self._waits or self._catching is not None
+        if not self._behind and not self.sealed:
             self._catching = self._loop.create_task(self.catch_up(), name=f"catch up {self.run.run_id}")
             self._catching.add_done_callback(self._caught_up)
 
@@ -465,6 +471,13 @@ class Driver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.host.report("store_away", self.run.run_id, error=str(error))
             self._loop.call_later(0.5, self.wake)
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """Read what others appended while nothing waited for it, if they did."""
+        if self._behind:
+            self.wake()
 
     async def catch_up(self) -> None:
         """Read what was appended since, and give it to who waits for it."""
@@ -490,6 +503,11 @@ class Driver:
                     self._history[found.step] = found
                     if self._waits is not None:
                         self._waits.recorded(found.step)
+            elif row.topic == "StepRetracted":
+                # A child was resurrected: what the body has not asked for yet is waited for anew, as a replay will.
+                step = _decode_retracted(row.payload).step
+                if is_external(step):
+                    self._history.pop(step, None)
         self._known = rows[-1].version
         self._version = max(self._version, self._known)
 
@@ -505,6 +523,7 @@ class Driver:
                 continue
             if found is not None:
                 self._version = found[1].version
+                self.wake()  # as where others appended: whose the last events are is not known here
             return
 
     # What a body calls
@@ -1151,6 +1170,13 @@ def past_of(run_id: str, stored: list[Stored]) -> Past:
             where=row.topic,
         ) from error
     return Past(history, clocks, retracted)
+
+
+def _handoff_in(error: BaseException) -> ContinueAsNew | None:
+    """The end of a round that a task of the body has asked for, where a task group wraps it and nothing else failed."""
+    while isinstance(error, BaseExceptionGroup) and error.split(ContinueAsNew)[1] is None:
+        error = error.exceptions[0]
+    return error if isinstance(error, ContinueAsNew) else None
 
 
 def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: int) -> None:

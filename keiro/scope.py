@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from keiro.codec import decoder_for
 from keiro.definition import Step, Workflow, patience, retry_or_none, seconds, step_of
-from keiro.errors import ChildCancelled, ChildFailed, DeferredCancelled, InvalidCall
+from keiro.errors import ChildCancelled, ChildFailed, DecodeFailed, DeferredCancelled, InvalidCall
 from keiro.events import ms_of, time_of
 from keiro.failures import revive, summary
 from keiro.identity import check_step_name, child_result_step, deferred_step, parse_run_id, run_id, token_of
@@ -458,7 +458,12 @@ class Child:
     async def _result(self, found: Coroutine[Any, Any, Any]) -> Any:
         end = decode_exit((await found).result)
         if end.ok is not UNSET:
-            return self._workflow.decode_result(bytes(end.ok))
+            try:
+                return self._workflow.decode_result(bytes(end.ok))
+            except DecodeFailed as error:
+                # The parent is what cannot go on, and this is where: the child itself has ended well.
+                step = child_result_step(self.key)
+                raise DecodeFailed(f"{step!r}, what {self.run_id} returned: {error}", where=step) from error
         if end.failed is not UNSET:
             failed = ChildFailed(f"{self.run_id} failed: {summary(end.failed)}", end.failed)
             raise failed from revive(end.failed)

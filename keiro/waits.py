@@ -127,6 +127,7 @@ class Waits:
 
     def rest(self) -> None:
         """The run may have nothing left to do but wait: look again in a moment, and park it if that is so."""
+        self._driver.look()
         if self._timer is None and self._task is None:
             self._timer = self._loop.call_later(PARK_S, self._look)
 

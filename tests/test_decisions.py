@@ -11,6 +11,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Acted,
     AlreadyPresent,
     Append,
     Appended,
@@ -100,6 +101,9 @@ class Journal:
             case Newest(lineage):
                 rounds = [run for run in self.runs.values() if run.lineage_id == lineage]
                 return self.answer(One(max(rounds, key=lambda run: run.round_ordinal).run_id)) if rounds else None
+            case Acted(name, after):
+                since = self.events[name][after:]
+                return any(isinstance(event, StepRecorded) or ":" in event.TOPIC for event in since)
             case Completions(name):
                 return [
                     (event.step.removeprefix("awk:"), bytes(event.result).decode())
@@ -408,8 +412,9 @@ def test_resurrection_takes_back_what_the_parent_was_told(family: Journal) -> No
     assert family.steps(PARENT)[RESULT] == {"ok": "parcel"}
 
 
-def test_a_parent_that_goes_on_keeps_what_it_was_told(family: Journal) -> None:
+def test_a_parent_that_has_recorded_something_since_keeps_what_it_was_told(family: Journal) -> None:
     family.send(ended(family, CHILD, WorkflowFailed(failure=FAILURE)))
+    family.send(Deliver(PARENT, "awk:a", b"{}", 4))
 
     decision = family.send(Resurrect(CHILD, 5, "mended"))
 

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Acted,
     Appended,
     Children,
     Command,
@@ -269,6 +270,9 @@ class MemoryStore:
             case Newest(lineage_id):
                 last = self._db.last_rounds.get(lineage_id, lineage_id)
                 return self._answer(One(last))
+            case Acted(run_id, after):
+                since = self._by_run[self._runs[run_id].run_key][after:]
+                return any(row.topic == "StepRecorded" or ":" in row.topic for row in since)
             case Completions(run_id):
                 of = [row for row in self._db.rows.get(DEFERREDS, {}).values() if row["execution_id"] == run_id]
                 of.sort(key=lambda row: (row["completed_at_ms"], row["deferred_name"]))
@@ -439,7 +443,7 @@ class MemoryStore:
                 for name in TIMESTAMPS:
                     values[name] = None if row[name] is None else timestamp(row[name])
                 found.append(ChildRow(**values))
-        return found
+        return sorted(found, key=lambda row: (row.created_at, row.child_id.encode()))
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

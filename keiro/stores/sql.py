@@ -129,6 +129,10 @@ class Tables:
             f"SELECT 1 FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
             " WHERE r.run_id = ? AND j.version > ? AND j.topic LIKE '%:%' LIMIT 1"
         )
+        self.acted = (
+            f"SELECT 1 FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
+            " WHERE r.run_id = ? AND j.version > ? AND (j.topic = 'StepRecorded' OR j.topic LIKE '%:%') LIMIT 1"
+        )
         self.read = (
             f"SELECT {stored}, r.run_id FROM {journal} j JOIN {runs} r ON r.run_key = j.run_key"
             " WHERE j.position > ? ORDER BY j.position LIMIT ?"

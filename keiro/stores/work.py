@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Acted,
     Appended,
     Children,
     Command,
@@ -90,7 +91,7 @@ class _Work:
 
     def load(self, needs: Sequence[Need]) -> Program[None]:
         """Load what is not known yet."""
-        if any(isinstance(need, Completions | Children) for need in needs):
+        if any(isinstance(need, Completions | Children | Acted) for need in needs):
             yield from self.flush()  # what the batch has written so far is part of the answer
         text = self._sql.text
         statements: list[Statement] = []
@@ -113,6 +114,8 @@ class _Work:
                 case Children(lineage_id, ended):
                     of = parse_run_id(lineage_id)
                     statements.append((text.ended_children if ended else text.children, (of.key, of.workflow)))
+                case Acted(run_id, after):
+                    statements.append((text.acted, (run_id, after)))
         if not statements:
             return
         results = iter((yield statements))
@@ -140,6 +143,8 @@ class _Work:
                 self._newest.setdefault(lineage_id, newest)
             case Completions():
                 self._listed[need] = [(row[0], self._sql.unseal(row[1])) for row in next(results)]
+            case Acted():
+                self._listed[need] = bool(next(results))
             case Children():
                 self._listed[need] = [self._sql.to_run(row) for row in next(results)]
 

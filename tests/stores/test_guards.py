@@ -72,6 +72,14 @@ def refuses(database: Database, table: str, row: dict[str, Any]) -> None:
     assert count(database, table) == before
 
 
+def test_ch_06_a_child_has_no_other_status_than_these(database: Database) -> None:
+    row = {"child_name": "ship", "parent_id": "1", "parent_name": "order", "await_step": "child:1:result"}
+    for status in ("running", "completed", "cancelled", "failed"):
+        database.insert("keiro_workflow_children", row | {"child_id": status, "status": status})
+    for bad in ("suspended", "RUNNING", "", None):
+        refuses(database, "keiro_workflow_children", row | {"child_id": "odd", "status": bad})
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table_takes_its_row(database: Database, table: str) -> None:
     database.insert(table, TABLES[table])
