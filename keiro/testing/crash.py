@@ -43,10 +43,10 @@ class CrashPoints:
         if self.passed == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def committed(self, changed: Sequence[Run]) -> None:
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
         """A commit that nobody was told of yet."""
         self.reach()
-        self._engine.committed(changed)
+        self._engine.committed(changed, touched)
 
     def woken(self) -> None:
         """Another process committed."""
