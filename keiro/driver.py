@@ -265,8 +265,11 @@ class Driver:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
             event = self._failed(error)
         finally:
-            # From here on no task that the body has left behind begins an effect, whose record would be refused.
+            # From here on no task that the body has left behind begins an effect, whose record would be refused, and
+            # none waits any more.
             self.over = True
+            if self._waits is not None:
+                self._waits.seal()
         try:
             await (self._rotate(event.payload) if isinstance(event, ContinueAsNew) else self._settle(event))
         except RunSealed:
@@ -660,7 +663,10 @@ class Driver:
 
     def _id(self, name: str) -> bytes:
         """The id of the event that records a step."""
-        return self._ids(again(name, self._retracted.get(name, 0)) if self._retracted else name)
+        return self._ids(self._again(name))
+
+    def _again(self, name: str) -> str:
+        return again(name, self._retracted.get(name, 0)) if self._retracted else name
 
     # Waits
 
@@ -700,7 +706,7 @@ class Driver:
         if step not in self._clocks:
             self._check_going_on()
             set_ = StateChanged(state="clock_scheduled", waits=(Wait(kind, step, due_ms),))
-            outcome, _ = await self._record(new(set_, self._ids(f"clock:{step}")), alone=False)
+            outcome, _ = await self._record(new(set_, self._ids(f"clock:{self._again(step)}")), alone=False)
             if isinstance(outcome, AlreadyPresent):
                 due_ms = _decode_state(outcome.stored.payload).waits[0].due_at_ms or due_ms
             self._clocks[step] = due_ms
