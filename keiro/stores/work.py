@@ -256,7 +256,7 @@ class _Work:
         outcome = decision.outcome
         if isinstance(outcome, Appended) and outcome.run is not None:
             outcome = replace(outcome, run=self._keyed(outcome.run))
-        return Decision(outcome, writes)
+        return replace(decision, outcome=outcome, writes=writes)
 
     def _keyed(self, run: Run) -> Run:
         return run if run.run_key else replace(run, run_key=self._keys[run.run_id])
