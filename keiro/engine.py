@@ -780,7 +780,9 @@ class Engine:
                 continue
             if key not in versions:
                 if not driver.over:
+                    driver.lost = True
                     driver.seal()
+                    self.report("fence_lost", driver.run.run_id)
             elif versions[key] > driver.version:
                 driver.wake()
 
