@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PARK_S: float = 0.1
 """How long a run has to do nothing but wait before it is parked: what comes sooner costs no replay."""
+TURNS: Final = 25
+"""How many turns of the event loop a run has to be quiet where `PARK_S` is 0: what is done in one task of a body takes
+some of them until the task that waits for that one goes on."""
 LONGEST_S: Final = 3600.0
 """A clock is looked at that often at least: the machine may have slept."""
 
@@ -52,6 +55,7 @@ class Waits:
         self._open: dict[_Open, None] = {}  # in the order in which they began
         self._timer: TimerHandle | None = None
         self._mark: tuple[int, int] = (0, 0)
+        self._quiet = 0  # how many looks have found nothing since
         self._begun = 0
         self._task: Task[None] | None = None
 
@@ -130,8 +134,13 @@ class Waits:
         if driver.sealed or driver.over or not self._open:
             return
         mark = (driver.version, self._begun)
-        if driver.busy or (mark != self._mark and PARK_S > 0):
+        if driver.busy or mark != self._mark:
             self._mark = mark
+            self._quiet = 0
+            self.rest()
+            return
+        self._quiet += 1
+        if PARK_S == 0 and self._quiet < TURNS:
             self.rest()
             return
         self._task = self._loop.create_task(self._park(), name=f"park {driver.run.run_id}")

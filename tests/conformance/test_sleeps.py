@@ -1,4 +1,4 @@
-"""Sleeps: a clock that is set once, a parked run that costs nothing, and a wake that is never lost (WF-100 to WF-115)."""
+"""Sleeps: a clock that is set once, a parked run that costs nothing, a wake that is never lost (WF-100 to WF-115)."""
 
 from __future__ import annotations
 
