@@ -160,33 +160,37 @@ class Waits:
         driver.parking = self._loop.create_future()
         try:
             await driver.catch_up()
-            # What has come is not delivered yet: its task is to run first.
-            while self._open and not driver.busy and not driver.sealed and not self._come():
-                waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
-                event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
-                run, at_ms = driver.run, driver.host.wall_ms()
-                after = fold(run, (event,), at_ms)
-                outcome = await driver.host.store.submit(
-                    Append(
-                        run.run_id,
-                        (event,),
-                        at_ms,
-                        run.run_key,
-                        driver.owner,
-                        driver.epoch,
-                        driver.version,
-                        after,
-                        exact=True,
-                    )
+            # What has come is not delivered yet, or has ended one task and not reached the one that waits for it: they
+            # are to run first. So a park that was refused is not tried again at once either.
+            if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self._come():
+                return
+            waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
+            if not waits:
+                return
+            event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
+            run, at_ms = driver.run, driver.host.wall_ms()
+            after = fold(run, (event,), at_ms)
+            outcome = await driver.host.store.submit(
+                Append(
+                    run.run_id,
+                    (event,),
+                    at_ms,
+                    run.run_key,
+                    driver.owner,
+                    driver.epoch,
+                    driver.version,
+                    after,
+                    exact=True,
                 )
-                if isinstance(outcome, VersionConflict):
-                    await driver.catch_up()
-                    continue
-                if isinstance(outcome, Appended):
-                    driver.run = after
-                else:
-                    driver.lost = True
-                driver.seal()
+            )
+            if isinstance(outcome, VersionConflict):
+                await driver.catch_up()
+                return
+            if isinstance(outcome, Appended):
+                driver.run = after
+            else:
+                driver.lost = True
+            driver.seal()
         except StoreError as error:
             driver.host.report("store_away", driver.run.run_id, error=str(error))
             await asyncio.sleep(0.5)
