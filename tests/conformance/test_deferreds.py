@@ -172,7 +172,7 @@ async def test_wf_131_and_f24_of_completions_and_cancellations_at_once_exactly_o
 async def test_wf_124_a_cancelled_deferred_raises_and_a_failed_one_raises_what_it_failed_with(
     make_engine: MakeEngine,
 ) -> None:
-    """WF-124, F29: and the body may go on after it."""
+    """WF-124, WF-132, F29: a cancellation makes a parked owner pending too, and the body may go on after it."""
 
     @keiro.workflow
     async def catches(run: keiro.WorkflowRun) -> list[str]:
@@ -486,7 +486,7 @@ async def test_a_token_is_given_out_though_the_store_is_away_for_a_moment(
 
 
 async def test_wf_141_and_142_nothing_reaches_a_run_that_has_ended(make_engine: MakeEngine) -> None:
-    """WF-141, WF-142, WF-132: cancelled or failed; who completes a deferred of it is told so and nothing is written.
+    """WF-141, WF-142: cancelled or failed; who completes a deferred of it is told so and nothing is written.
     A parked run that is cancelled has ended at once."""
 
     @keiro.workflow
