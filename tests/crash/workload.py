@@ -12,7 +12,7 @@ import msgspec
 
 import keiro
 from keiro.decisions import Stored
-from keiro.driver import history_of
+from keiro.driver import past_of
 from keiro.events import StepRecorded
 
 _log: list[Path] = []
@@ -106,7 +106,7 @@ async def recorded(engine: keiro.Engine) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for run in await engine.runs(limit=10_000):
         rows = (await engine.store.history([run.run_key]))[run.run_key]
-        found[run.run_id] = {name for name, one in history_of(run.run_id, rows).items() if one.failed is None}
+        found[run.run_id] = {name for name, one in past_of(run.run_id, rows).steps.items() if one.failed is None}
         assert [row.version for row in rows] == list(range(1, len(rows) + 1)), f"{run.run_id} has a gap"
     return found
 
