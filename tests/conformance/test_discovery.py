@@ -43,7 +43,7 @@ async def look_and_take_over(engine: keiro.Engine) -> None:
     await store.claim(worker.key, ["noted", "other"], 3)
     await store.next_due_ms(["noted"])
     await store.unregistered(["other"])
-    await store.release(worker.key, (await store.owned(worker.key))[:1])
+    await store.release(worker.key, list(await store.owned(worker.key))[:1])
     await store.adopt_orphans()
     await store.renew(worker.key)
     await store.ended(["wf:noted-1", "wf:noted-2"])
@@ -74,7 +74,7 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_sqlite(tmp_path: Pat
             if sql.startswith(("SELECT", "UPDATE", "DELETE"))
         }
     assert len(plans) > 12
-    partial = re.compile(r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_pending_idx|keiro_run_heads_owner_idx)$")
+    partial = re.compile(r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_(pending|wake)_idx|keiro_run_heads_owner_idx)$")
     few = ("SCAN CONSTANT ROW", "SCAN dues")
     for sql, plan in plans.items():
         scans = [step for step in plan if step.startswith("SCAN") and step not in few and not partial.match(step)]
@@ -194,7 +194,7 @@ async def test_wf_33_an_idle_look_changes_nothing(make_engine: MakeEngine) -> No
         before = await engine.runs(), await store.head("wf:noted-a"), await store.read(0, 100)
         assert await store.claim(worker.key, ["noted"], 10) == []
         assert not await store.adopt_orphans()
-        assert await store.owned(worker.key) == []
+        assert await store.owned(worker.key) == {}
         assert await store.unregistered(["noted"]) == []
         assert (await engine.runs(), await store.head("wf:noted-a"), await store.read(0, 100)) == before
 
