@@ -365,6 +365,19 @@ async def test_f21_a_completion_that_came_while_nobody_asked_is_there_when_someb
         assert await handle.result() == ["x", [1, "followed"]]
 
 
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize("who", ["self", "other"])
+async def test_a_resident_run_hears_of_each_completion(make_engine: MakeEngine, who: str) -> None:
+    """WF-161, F21: it is not parked, and is woken by the commit of its own engine, or by the news of another one."""
+    async with make_engine(asks) as engine, make_engine(worker=False) as other:
+        handle = await engine.start(asks, id="a")
+        await reached(handle, "note")
+        assert await (engine if who == "self" else other).complete(RUN, "d", 1)
+        assert await handle.result(timeout=20) == ["before", 1, "after"]
+        assert entries == ["a"]
+        assert "StateChanged" not in await topics(handle)
+
+
 async def test_wf_126_what_is_recorded_is_found_without_any_wake(make_engine: MakeEngine) -> None:
     """WF-126, F11: the wake-up is lost altogether; the run finds the record when it wants to park."""
     async with make_engine(asks) as engine:
