@@ -286,13 +286,13 @@ class Write(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
-    a run that its sender owns and may not know of: a start whose first answer was lost. `stranger` says that the sender
-    does not own the run that it names."""
+    a run that its sender owns and may not know of: a start whose first answer was lost. `own` says that the first write
+    is its owner's."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
     found: Run | None = None
-    stranger: bool = False
+    own: bool = False
 
     @property
     def changed(self) -> list[Run]:
@@ -302,9 +302,9 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def touched(self) -> list[str]:
-        """The runs that others than their owners appended to."""
-        writes = self.writes if self.stranger else self.writes[1:]
-        return [write.run_id for write in writes if write.before is not None]
+        """The runs that somebody drives and others than their owners appended to."""
+        others = self.writes[1:] if self.own else self.writes
+        return [write.run_id for write in others if write.before is not None and write.head.owner is not None]
 
 
 Deciding: TypeAlias = Generator[Need, Any, Decision]
@@ -377,7 +377,7 @@ def _append(command: Append) -> Deciding:
     writes = [write]
     if write.run.terminal:
         yield from _tell_parent(writes, write)
-    return Decision(Appended(write.head.version), tuple(writes), stranger=command.owner is None)
+    return Decision(Appended(write.head.version), tuple(writes), own=command.owner is not None)
 
 
 def _refused(command: Append, loaded: Loaded | None) -> Outcome | None:
@@ -469,7 +469,7 @@ def _deliver(command: Deliver) -> Deciding:
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
     write = _write(loaded, (event,), command.at_ms)
-    return Decision(Appended(write.head.version), (write,), stranger=True)
+    return Decision(Appended(write.head.version), (write,))
 
 
 def _secret(payload: str) -> str | None:
@@ -491,7 +491,7 @@ def _spawn(command: Spawn) -> Deciding:
     if child is None:
         birth = _birth(start)
         write = _write(parent, append.events, append.at_ms)
-        return Decision(Appended(write.head.version), (write, birth))
+        return Decision(Appended(write.head.version), (write, birth), own=True)
     started = start.started.event
     assert isinstance(started, WorkflowStarted)
     linked = child.run.parent_run_id
@@ -504,11 +504,11 @@ def _spawn(command: Spawn) -> Deciding:
         if linked is None:
             return Decision(Refused(f"{start.run_id} was started on its own and has not ended"))
         write = _write(parent, append.events, append.at_ms)
-        return Decision(Appended(write.head.version), (write,))
+        return Decision(Appended(write.head.version), (write,), own=True)
     # It has ended: nobody will tell this round of the parent, so it is told now.
     _, told = yield from _recorded(parent.run, child_result_step(child.run.key), _encoder.encode(_ended(newest.run)))
     write = _write(parent, append.events if told is None else (*append.events, told), append.at_ms)
-    return Decision(Appended(write.head.version), (write,))
+    return Decision(Appended(write.head.version), (write,), own=True)
 
 
 def _ended(run: Run) -> Exit:
@@ -538,7 +538,8 @@ def _rotate(command: Rotate) -> Deciding:
         if name not in command.consumed
     )
     head = replace(birth.head, version=1 + len(over))
-    return Decision(Appended(end.head.version, birth.run), (end, replace(birth, events=birth.events + over, head=head)))
+    writes = (end, replace(birth, events=birth.events + over, head=head))
+    return Decision(Appended(end.head.version, birth.run), writes, own=True)
 
 
 def _cancel(command: Cancel) -> Deciding:

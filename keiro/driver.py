@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import random
 import secrets
 import uuid
@@ -163,6 +164,7 @@ class Driver:
         "_loop",
         "_names",
         "_patches",
+        "_raced",
         "_recording",
         "_retracted",
         "_root",
@@ -211,6 +213,7 @@ class Driver:
         self._root: Strand | None = None
         self._instance: WorkflowRun
         self._recording = 0
+        self._raced = 0  # the version of the last race that was replayed without its losers
         self._patches = workflow.patches  # those of the round's beginning, where it is not read: it began here
         self.parking: Future[None] | None = None  # while it is being decided whether the run leaves this process
         # What most runs never need is made when it is first needed.
@@ -267,8 +270,11 @@ class Driver:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
             event = _handoff_in(error) or self._failed(error)
         finally:
-            # From here on no task that the body has left behind begins an effect, whose record would be refused.
+            # From here on no task that the body has left behind begins an effect, whose record would be refused, and
+            # none waits any more.
             self.over = True
+            if self._waits is not None:
+                self._waits.seal()
         try:
             await (self._rotate(event.payload) if isinstance(event, ContinueAsNew) else self._settle(event))
         except RunSealed:
@@ -278,8 +284,14 @@ class Driver:
         """Whether the body that has returned is the one that was recorded."""
         if self._called != self._begun:
             self._doubt("never_awaited", self._called - self._begun)
-        # Children, deferreds and tokens may be asked for again and stay.
-        if forgotten := sorted(name for name in self._history if not name.startswith(("awk", "child:"))):
+        # Children, deferreds and tokens may be asked for again and stay. What is older than a race may have been
+        # recorded by a loser of it, which a replay leaves out.
+        forgotten = sorted(
+            name
+            for name, found in self._history.items()
+            if found.version > self._raced and not name.startswith(("awk", "child:"))
+        )
+        if forgotten:
             self._doubt("never_asked_for", ", ".join(forgotten[:10]))
 
     def _doubt(self, what: str, steps: object) -> None:
@@ -372,6 +384,11 @@ class Driver:
             if self.sealed:
                 raise RunSealed(_sealed(self.run.run_id))
             at_ms = self.host.wall_ms()
+            if exact and self._behind:
+                # The head is known to be further than what was read: an append that holds at the head would be
+                # recorded as if nothing had come, and a replay would read it the other way round.
+                await self.catch_up()
+                return VersionConflict(self._version), at_ms
             try:
                 outcome = await self._send(events, at_ms, alone, exact, within)
             except (StoreError, ProjectionFailed) as error:
@@ -459,20 +476,22 @@ class Driver:
         return step in self._history
 
     def wake(self) -> None:
-        """Others have appended to the run: read it, if anything waits for that; else when something does."""
-        # What is being read just now may have been asked for before that append: then it is read once more.
-        self._behind = not self._waits or self._catching is not None
-        if not self._behind and not self.sealed:
+        """Others have appended to the run: read it, if anything waits for that, else when something does."""
+        self._behind = True
+        if self._waits and self._catching is None and not self.sealed:
             self._catching = self._loop.create_task(self.catch_up(), name=f"catch up {self.run.run_id}")
             self._catching.add_done_callback(self._caught_up)
 
     def _caught_up(self, task: Task[None]) -> None:
         self._catching = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if self.sealed:
+            return  # it was stopped meanwhile, and nothing waits any more
+        if error is not None:
             self.host.report("store_away", self.run.run_id, error=str(error))
             self._loop.call_later(0.5, self.wake)
         else:
-            self.look()
+            self.look()  # what came while the journal was read may not be in what was read
 
     def look(self) -> None:
         """Read what others appended while nothing waited for it, if they did."""
@@ -482,7 +501,13 @@ class Driver:
     async def catch_up(self) -> None:
         """Read what was appended since, and give it to who waits for it."""
         known = self._known
-        self._absorb(known, await self._read_on(known))
+        self._behind = False  # before it is read: what comes meanwhile is read again
+        try:
+            rows = await self._read_on(known)
+        except BaseException:
+            self._behind = True
+            raise
+        self._absorb(known, rows)
 
     def _absorb(self, known: int, rows: list[Stored]) -> None:
         rows = [row for row in rows if row.version > self._known]  # others may have read on meanwhile
@@ -679,7 +704,10 @@ class Driver:
 
     def _id(self, name: str) -> bytes:
         """The id of the event that records a step."""
-        return self._ids(again(name, self._retracted.get(name, 0)) if self._retracted else name)
+        return self._ids(self._again(name))
+
+    def _again(self, name: str) -> str:
+        return again(name, self._retracted.get(name, 0)) if self._retracted else name
 
     # Waits
 
@@ -719,7 +747,7 @@ class Driver:
         if step not in self._clocks:
             self._check_going_on()
             set_ = StateChanged(state="clock_scheduled", waits=(Wait(kind, step, due_ms),))
-            outcome, _ = await self._record(new(set_, self._ids(f"clock:{step}")), alone=False)
+            outcome, _ = await self._record(new(set_, self._ids(f"clock:{self._again(step)}")), alone=False)
             if isinstance(outcome, AlreadyPresent):
                 due_ms = _decode_state(outcome.stored.payload).waits[0].due_at_ms or due_ms
             self._clocks[step] = due_ms
@@ -762,6 +790,10 @@ class Driver:
             due = None
             if limit is not None and timeout is not None:
                 due = await self._clock("timeout", limit, self.host.wall_ms() + round(timeout * 1000))
+            if self._behind:
+                # It may have come while nothing waited for it, and nobody wakes the run for it again.
+                await self.catch_up()
+                continue
             if await self.waits.over(kind, step, due):
                 continue
             assert limit is not None
@@ -815,29 +847,56 @@ class Driver:
         """Reserve the name now; the coroutine gives the index and the value of what is done first."""
         strand = self._here()
         step = self._reserve(f"first:{name}", strand)
-        return self._first(strand, self._history.pop(step, None), step, awaitables)
+        # Reserved now and for all of them: a replay runs the winner only, and as the strand that it was.
+        number = strand.children + 1
+        strand.children += len(awaitables)
+        return self._first(strand, self._history.pop(step, None), step, awaitables, number)
 
     async def _first(
-        self, strand: Strand, found: Recorded | None, step: str, awaitables: Sequence[Awaitable[Any]]
+        self, strand: Strand, found: Recorded | None, step: str, awaitables: Sequence[Awaitable[Any]], number: int
     ) -> tuple[int, Any]:
+        racing = dict(enumerate(awaitables))
         if found is not None:
             winner = int(msgspec.json.decode(found.result))
-            for index, awaitable in enumerate(awaitables):
-                if index != winner and asyncio.iscoroutine(awaitable):
-                    awaitable.close()
-            await self._take(strand, found)
-            return winner, await awaitables[winner]
-        tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+            self._raced = max(self._raced, found.version)
+            for index in [index for index in racing if index != winner]:
+                self._discard(racing.pop(index))
+        tasks = {
+            index: asyncio.ensure_future(self._branch(strand, number + index, awaitable))
+            for index, awaitable in racing.items()
+        }
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            winner = next(index for index, task in enumerate(tasks) if task.done())
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+            winner = next(index for index, task in tasks.items() if task.done())
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 if not task.done():
                     task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await self._own(strand, step, b"%d" % winner)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if found is None:
+            await self._own(strand, step, b"%d" % winner)
+        else:
+            await self._take(strand, found)  # after the winner, as it was recorded after it
         return winner, tasks[winner].result()
+
+    async def _branch(self, strand: Strand, number: int, awaitable: Awaitable[Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        _strand.set(Strand(self, ref(task), f"{strand.path}.{number}", strand.now_ms))
+        return await awaitable
+
+    def _discard(self, loser: object) -> None:
+        """Leave out what lost a race, with the coroutines that it was given: nobody will await them."""
+        if isinstance(loser, Future):
+            loser.cancel()
+        elif inspect.iscoroutine(loser) and inspect.getcoroutinestate(loser) == inspect.CORO_CREATED:
+            if loser.cr_code in _OF_STEPS:
+                self._called -= 1
+            given = [] if loser.cr_frame is None else list(loser.cr_frame.f_locals.values())
+            loser.close()
+            for one in given:
+                for inner in one if isinstance(one, tuple | list) else (one,):
+                    self._discard(inner)
 
     def token(self, name: str) -> Coroutine[Any, Any, str]:
         """The coroutine gives the token of a deferred, which is recorded before it is given out."""
@@ -848,7 +907,7 @@ class Driver:
         found = self._history.get(step)
         if found is None:
             await self._own(strand, step, b'"%s"' % secrets.token_urlsafe(18).encode())
-            rows = (await self.host.store.history([self.run.run_key], after=1))[self.run.run_key]
+            rows = await self._read_on(1)
             found = next(one for row in rows if row.topic == "StepRecorded" and (one := _read_step(row)).step == step)
             self._history[step] = found
         secret: str = msgspec.json.decode(found.result)
@@ -1083,6 +1142,7 @@ class Info(msgspec.Struct, frozen=True):
 
 
 Within = Callable[[Append], Command]
+_OF_STEPS: Final = (Driver._execute.__code__, Driver._replay.__code__)
 
 
 class Recorded(msgspec.Struct, gc=False):

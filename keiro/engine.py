@@ -850,6 +850,7 @@ class Engine:
                 if not driver.over:
                     driver.lost = True
                     driver.seal()
+                    self.report("fence_lost", driver.run.run_id)
             elif versions[key] > driver.version:
                 driver.wake()
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PARK_S: float = 0.1
 """How long a run has to do nothing but wait before it is parked: what comes sooner costs no replay."""
+TURNS: Final = 25
+"""How many turns of the event loop a run has to be quiet where `PARK_S` is 0: what is done in one task of a body takes
+some of them until the task that waits for that one goes on."""
 LONGEST_S: Final = 3600.0
 """A clock is looked at that often at least: the machine may have slept."""
 
@@ -53,6 +56,7 @@ class Waits:
         self._by_step: dict[str, list[_Open]] = {}
         self._timer: TimerHandle | None = None
         self._mark: tuple[int, int] = (0, 0)
+        self._quiet = 0  # how many looks have found nothing since
         self._begun = 0
         self._task: Task[None] | None = None
 
@@ -137,8 +141,13 @@ class Waits:
         if driver.sealed or driver.over or not self._open:
             return
         mark = (driver.version, self._begun)
-        if driver.busy or (mark != self._mark and PARK_S > 0):
+        if driver.busy or mark != self._mark:
             self._mark = mark
+            self._quiet = 0
+            self.rest()
+            return
+        self._quiet += 1
+        if PARK_S == 0 and self._quiet < TURNS:
             self.rest()
             return
         self._task = self._loop.create_task(self._park(), name=f"park {driver.run.run_id}")
@@ -158,33 +167,37 @@ class Waits:
         driver.parking = self._loop.create_future()
         try:
             await driver.catch_up()
-            # What has come is not delivered yet: its task is to run first.
-            while self._open and not driver.busy and not driver.sealed and not self._come():
-                waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
-                event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
-                run, at_ms = driver.run, driver.host.wall_ms()
-                after = fold(run, (event,), at_ms)
-                outcome = await driver.host.store.submit(
-                    Append(
-                        run.run_id,
-                        (event,),
-                        at_ms,
-                        run.run_key,
-                        driver.owner,
-                        driver.epoch,
-                        driver.version,
-                        after,
-                        exact=True,
-                    )
+            # What has come is not delivered yet, or has ended one task and not reached the one that waits for it: they
+            # are to run first. So a park that was refused is not tried again at once either.
+            if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self._come():
+                return
+            waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
+            if not waits:
+                return
+            event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
+            run, at_ms = driver.run, driver.host.wall_ms()
+            after = fold(run, (event,), at_ms)
+            outcome = await driver.host.store.submit(
+                Append(
+                    run.run_id,
+                    (event,),
+                    at_ms,
+                    run.run_key,
+                    driver.owner,
+                    driver.epoch,
+                    driver.version,
+                    after,
+                    exact=True,
                 )
-                if isinstance(outcome, VersionConflict):
-                    await driver.catch_up()
-                    continue
-                if isinstance(outcome, Appended):
-                    driver.run = after
-                else:
-                    driver.lost = True
-                driver.seal()
+            )
+            if isinstance(outcome, VersionConflict):
+                await driver.catch_up()
+                return
+            if isinstance(outcome, Appended):
+                driver.run = after
+            else:
+                driver.lost = True
+            driver.seal()
         except StoreError as error:
             driver.host.report("store_away", driver.run.run_id, error=str(error))
             await asyncio.sleep(0.5)

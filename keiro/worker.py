@@ -7,6 +7,7 @@ wake-ups of others say when to look, and a slow look is the net under them.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
@@ -170,6 +171,8 @@ class Worker:
     async def _claim_for_ever(self) -> None:
         while self._claims:
             self._wake.clear()
+            # What is parked from here on may be missed by this look: whenever it is due, it is worth another one.
+            self._look_at = math.inf
             pause = SAFETY_POLL_S
             try:
                 if not self._sealed:

@@ -265,7 +265,7 @@ class _Work:
         outcome, found = decision.outcome, decision.found
         if isinstance(outcome, Appended | Existing | InputDiffers) and outcome.run is not None:
             outcome = replace(outcome, run=self._keyed(outcome.run))
-        return Decision(outcome, writes, None if found is None else self._keyed(found))
+        return replace(decision, outcome=outcome, writes=writes, found=None if found is None else self._keyed(found))
 
     def _keyed(self, run: Run) -> Run:
         return run if run.run_key else replace(run, run_key=self._keys[run.run_id])
