@@ -368,69 +368,64 @@ class Driver:
         With `exact`, only if nothing else has been appended that was not read here: else the outcome is
         `VersionConflict`, and what came has been read. `within` makes the append part of a command of more runs.
         """
-        self._recording += 1
+        self._recording += 1  # one coroutine for all of it: every step goes through here
         try:
-            return await self._recorded(events, alone, exact, within)
+            pauses = iter(STORE_RETRY_S)
+            while True:
+                if self.parking is not None:
+                    await asyncio.shield(self.parking)
+                if self.sealed:
+                    raise RunSealed(_sealed(self.run.run_id))
+                at_ms = self.host.wall_ms()
+                if exact and self._behind:
+                    # The head is known to be further than what was read: an append that holds at the head would
+                    # be recorded as if nothing had come, and a replay would read it the other way round.
+                    await self.catch_up()
+                    return VersionConflict(self._version), at_ms
+                try:
+                    outcome = await self._send(events, at_ms, alone, exact, within)
+                except (StoreError, ProjectionFailed) as error:
+                    # The effect has happened: its record must not be lost to an outage, or to a read model that cannot
+                    # fold it. Nothing was written (or it was, and its id tells), so the same event is sent again, at
+                    # the version the run now has.
+                    if self.over and self.run.terminal and events[0].event.__class__ in (StepRecorded, AttemptFailed):
+                        # A task that the body left behind, while or after the run's end is recorded: its record would
+                        # be refused for that, so neither an engine that closes nor an outage is news to it.
+                        raise RunSealed(_sealed(self.run.run_id)) from error
+                    what = "record_refused" if isinstance(error, ProjectionFailed) else "store_away"
+                    self.host.report(what, self.run.run_id, error=str(error))
+                    await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
+                    await self._reload()
+                    continue
+                if type(outcome) is Appended:
+                    if outcome.version > self._version:
+                        # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+                        # The version hides it from those who compare versions, so this is the last time to notice.
+                        self._version = outcome.version
+                        self.wake()
+                    if outcome.version == self._known + len(events) and not _of_user(events):
+                        self._known = outcome.version  # nobody else's event is between them
+                    return outcome, at_ms
+                if isinstance(outcome, AlreadyPresent):
+                    self._version = max(self._version, outcome.stored.version)
+                    return outcome, outcome.stored.recorded_at_ms
+                if isinstance(outcome, VersionConflict):
+                    self._version = outcome.version
+                    await self.catch_up()
+                    return outcome, at_ms
+                if isinstance(outcome, Refused):
+                    await self._reload()
+                    raise RunConflict(f"{self.run.run_id}: {outcome.reason}")
+                self.lost = True
+                self.seal()
+                match outcome:
+                    case FenceLost():
+                        self.host.report("fence_lost", self.run.run_id)
+                    case RefusedTerminal():
+                        self.host.report("already_ended", self.run.run_id, status=outcome.status)
+                raise RunSealed(_sealed(self.run.run_id))
         finally:
             self._recording -= 1
-
-    async def _recorded(
-        self, events: tuple[New, ...], alone: bool, exact: bool, within: Within | None
-    ) -> tuple[Outcome, int]:
-        pauses = iter(STORE_RETRY_S)
-        while True:
-            if self.parking is not None:
-                await asyncio.shield(self.parking)
-            if self.sealed:
-                raise RunSealed(_sealed(self.run.run_id))
-            at_ms = self.host.wall_ms()
-            if exact and self._behind:
-                # The head is known to be further than what was read: an append that holds at the head would be
-                # recorded as if nothing had come, and a replay would read it the other way round.
-                await self.catch_up()
-                return VersionConflict(self._version), at_ms
-            try:
-                outcome = await self._send(events, at_ms, alone, exact, within)
-            except (StoreError, ProjectionFailed) as error:
-                # The effect has happened: its record must not be lost to an outage, or to a read model that cannot fold
-                # it. Nothing was written (or it was, and its id tells), so the same event is sent again, at the version
-                # the run now has.
-                if self.over and self.run.terminal and events[0].event.__class__ in (StepRecorded, AttemptFailed):
-                    # A task that the body left behind, while or after the run's end is recorded: its record would be
-                    # refused for that, so neither an engine that closes nor an outage is news to it.
-                    raise RunSealed(_sealed(self.run.run_id)) from error
-                what = "record_refused" if isinstance(error, ProjectionFailed) else "store_away"
-                self.host.report(what, self.run.run_id, error=str(error))
-                await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
-                await self._reload()
-                continue
-            if type(outcome) is Appended:
-                if outcome.version > self._version:
-                    # Somebody else appended to this run meanwhile; the store decided anew, on what is there now. The
-                    # version hides it from those who compare versions, so this is the last time to notice.
-                    self._version = outcome.version
-                    self.wake()
-                if outcome.version == self._known + len(events) and all(":" not in one.event.TOPIC for one in events):
-                    self._known = outcome.version  # nobody else's event is between them
-                return outcome, at_ms
-            if isinstance(outcome, AlreadyPresent):
-                self._version = max(self._version, outcome.stored.version)
-                return outcome, outcome.stored.recorded_at_ms
-            if isinstance(outcome, VersionConflict):
-                self._version = outcome.version
-                await self.catch_up()
-                return outcome, at_ms
-            if isinstance(outcome, Refused):
-                await self._reload()
-                raise RunConflict(f"{self.run.run_id}: {outcome.reason}")
-            self.lost = True
-            self.seal()
-            match outcome:
-                case FenceLost():
-                    self.host.report("fence_lost", self.run.run_id)
-                case RefusedTerminal():
-                    self.host.report("already_ended", self.run.run_id, status=outcome.status)
-            raise RunSealed(_sealed(self.run.run_id))
 
     def _send(
         self, events: tuple[New, ...], at_ms: int, alone: bool, exact: bool, within: Within | None
@@ -1264,6 +1259,10 @@ async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], se
         if limit.expired():
             raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None
         raise
+
+
+def _of_user(events: tuple[New, ...]) -> bool:
+    return ":" in events[0].event.TOPIC or (len(events) > 1 and any(":" in one.event.TOPIC for one in events))
 
 
 def _sealed(run_id: str) -> str:

@@ -215,21 +215,24 @@ def known_and_left(batch: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     known: list[Pending] = []
     left: list[Pending] = []
     behind: set[str] = set()
-    versions: dict[str, tuple[int, int | None, int]] = {}
+    follows: dict[str, tuple[int | None, int, int] | None] = {}  # of runs in `known`: what the next append must be
     for pending in batch:
         command = pending.command
         run_id = command.run_id
         if isinstance(command, Append):
-            sure = command.owner is not None and command.expected is not None and command.alone
-            if sure and run_id not in behind:
-                assert command.expected is not None
-                seen = versions.get(run_id, (command.expected, command.owner, command.epoch))
-                if seen == (command.expected, command.owner, command.epoch):
-                    versions[run_id] = (command.expected + len(command.events), command.owner, command.epoch)
-                    known.append(pending)
-                    continue
-        elif isinstance(command, Start) and run_id not in behind and run_id not in versions and is_plain(command):
-            versions[run_id] = (-1, None, 0)
+            expected, owner, epoch = command.expected, command.owner, command.epoch
+            if (
+                command.alone
+                and owner is not None
+                and expected is not None
+                and run_id not in behind
+                and (run_id not in follows or follows[run_id] == (expected, owner, epoch))
+            ):
+                follows[run_id] = (expected + len(command.events), owner, epoch)
+                known.append(pending)
+                continue
+        elif isinstance(command, Start) and run_id not in behind and run_id not in follows and is_plain(command):
+            follows[run_id] = None
             known.append(pending)
             continue
         behind.add(run_id)

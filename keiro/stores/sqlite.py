@@ -12,7 +12,7 @@ import os
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -56,7 +56,7 @@ LOOK_S: Final = 1.0
 _SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
 
 
-@dataclass
+@dataclass(slots=True)
 class _Done:
     """What a transaction did: the answers to its commands, the rows of runs it changed, the runs it touched."""
 
@@ -245,12 +245,13 @@ class SQLiteStore:
         conn.execute("BEGIN IMMEDIATE")
         try:
             if known:
-                # An event may be there already, sent again because its first answer was lost.
-                with suppress(sqlite3.IntegrityError):
+                try:
                     if inline is None or not (inline.memory or inline.wants([pending.command for pending in known])):
                         done = self._write_known(known)
                     else:
                         done = self._write_and_project(known, inline)
+                except sqlite3.IntegrityError:
+                    done = None  # an event is there already, sent again because its first answer was lost
                 if done is None:
                     conn.execute("ROLLBACK")
                     conn.execute("BEGIN IMMEDIATE")
