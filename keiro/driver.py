@@ -466,6 +466,13 @@ class Driver:
         """Whether a step runs, or something is being recorded."""
         return bool(self._in_flight or self._recording)
 
+    @property
+    def resting(self) -> bool:
+        """Whether the body does nothing but wait, as far as it does so through `run`."""
+        waits = self._waits
+        idle = not self.busy and self.parking is None and self._catching is None and not self.sealed and not self.over
+        return idle and bool(waits) and waits is not None and not waits.come()
+
     def is_recorded(self, step: str) -> bool:
         """Whether `step` is in the history that was read and not yet taken."""
         return step in self._history

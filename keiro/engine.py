@@ -146,6 +146,7 @@ class Engine:
         self._look_again = False
         self._births: set[Future[Outcome]] = set()
         self._closer: asyncio.Task[None] | None = None
+        self.driver_type: type[Driver] = Driver  # the testing kit drives runs with others
 
     def _register(self, workflow: Workflow) -> None:
         other = self._workflows.setdefault(workflow.name, workflow)
@@ -805,7 +806,7 @@ class Engine:
         """Drive a run this engine's worker owns."""
         if self._worker is None or not self._worker.leased:
             return  # nobody would seal or await it any more; the end of the incarnation hands it back
-        driver = Driver(self, self._workflows[run.workflow], run, head, stored)
+        driver = self.driver_type(self, self._workflows[run.workflow], run, head, stored)
         if head.epoch > 1:
             self.report("run_resumed", run.run_id, steps=len(stored))
         self._resident[run.run_id] = driver

@@ -120,6 +120,19 @@ class Waits:
             if wait.kind == "until" and not wait.future.done():
                 wait.future.set_result(None)
 
+    # The clock
+
+    def next_due_ms(self) -> int | None:
+        """When the first of the clocks is due."""
+        return min((wait.due_ms for wait in self._open if wait.due_ms is not None), default=None)
+
+    def clock_moved(self) -> None:
+        """The time is another one than the event loop could foresee: look at what is due now."""
+        now = self._driver.host.wall_ms()
+        for wait in self._open:
+            if wait.due_ms is not None and wait.due_ms <= now and not wait.future.done():
+                wait.future.set_result(None)
+
     def seal(self) -> None:
         """Nothing more is waited for here."""
         if self._timer is not None:
@@ -169,7 +182,7 @@ class Waits:
             await driver.catch_up()
             # What has come is not delivered yet, or has ended one task and not reached the one that waits for it: they
             # are to run first. So a park that was refused is not tried again at once either.
-            if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self._come():
+            if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self.come():
                 return
             waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
             if not waits:
@@ -205,7 +218,8 @@ class Waits:
             driver.parking.set_result(None)
             driver.parking = None
 
-    def _come(self) -> bool:
+    def come(self) -> bool:
+        """Whether something that is waited for has come, and its task has not run yet."""
         now = self._driver.host.wall_ms()
         return any(
             wait.future.done()
