@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
-PROGRAMS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+GUIDES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+PROGRAM = re.compile(r"^## (.+?)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTEST = ["-m", "pytest", "-q", "-p", "keiro.testing.plugin", "-o", "asyncio_mode=auto"]
+# Older versions of pytest-asyncio ask for it.
+PYTEST += ["-o", "asyncio_default_fixture_loop_scope=function"]
 
 
 def programs() -> list[tuple[str, str]]:
-    """Each program with the heading it stands under."""
-    found, heading = [], ""
-    for title, program in PROGRAMS:
-        if title:
-            heading = title
-        else:
-            found.append((heading, program))
+    """Each program with the page and the heading it stands under."""
+    found = []
+    for page in GUIDES:
+        heading = ""
+        for title, program in PROGRAM.findall(page.read_text()):
+            if title:
+                heading = title
+            else:
+                found.append((f"{page.stem}: {heading}", program))
     return found
 
 
@@ -28,12 +33,14 @@ def programs() -> list[tuple[str, str]]:
 def test_a_program_of_the_guide_runs(heading: str, program: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(program)
+    # One that consists of tests is run as its users run it.
+    runner = PYTEST if re.search("^(async )?def test_", program, re.MULTILINE) else []
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
+        [sys.executable, "-W", "error", *runner, str(script)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

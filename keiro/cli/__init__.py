@@ -1,4 +1,4 @@
-"""The command line: `keiro run`, `demo`, `list`, `show`, `journal` and `migrate`."""
+"""The command line: `keiro run`, `demo`, `list`, `show`, `journal`, `replay` and `migrate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The commands and their options. What they print is made in `keiro.cli.output`.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 the run failed or was
-cancelled, 2 the command could not do what it was asked (the message says why), 130 interrupted.
+cancelled or a replay would break, 2 the command could not do what it was asked (the message says why), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from keiro.cli import output
-from keiro.cli.driving import GRACE_S, driven, load_workflow, parse_input
+from keiro.cli.driving import GRACE_S, driven, load_module, load_workflow, parse_input
 from keiro.cli.reading import journal as reading
+from keiro.cli.replaying import replay_all
 from keiro.engine import DEFAULT_URL, Engine
 from keiro.errors import InvalidCall, KeiroError
 from keiro.mapper import EventMapper
@@ -29,7 +30,8 @@ from keiro.rows import Status
 app = typer.Typer(
     name="keiro",
     help="Durable workflows over a journal in SQLite or Postgres.",
-    epilog="Exit codes: 0 done, 1 the run failed or was cancelled, 2 the command could not do it, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 the run failed or was cancelled or a replay would break, 2 the command could not do "
+    "it, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -163,6 +165,28 @@ def journal(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> N
     with _reporting(), reading(url) as opened:
         events = opened.events(opened.run(run_id))
     output.journal(events, as_json)
+
+
+@app.command()
+def replay(
+    module: Annotated[str, typer.Argument(metavar="MODULE", help="Whose workflows replay their runs.")],
+    workflow: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this workflow.")] = None,
+    status: Annotated[Status | None, typer.Option(help="Only runs with this status.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded runs with today's code and print what would break. No step is run and nothing is written.
+
+    The exit code is 1 if something would break.
+    """
+    output.keep_apart()
+    with _reporting():
+        _, workflows = load_module(module)
+        with reading(url) as journal:
+            found = asyncio.run(replay_all(journal, module, workflows, workflow, status))
+    output.replayed(found, as_json)
+    if found.broken:
+        sys.exit(1)
 
 
 @app.command()

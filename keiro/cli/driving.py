@@ -37,13 +37,8 @@ def load_workflow(spec: str) -> tuple[list[Workflow], Workflow]:
     if not colon or not module_name or not name:
         raise InvalidCall(f"{spec!r} names no workflow: write MODULE:WORKFLOW, for example orders:fulfil")
     if module_name.endswith(".py"):
-        dotted = module_name.removeprefix("./").removesuffix(".py").replace("/", ".")
-        raise InvalidCall(f"{spec!r} names a file: name the module, {dotted}:{name}")
-    # As with `python -m`: what lies in the current folder can be imported.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    module = _import(module_name)
-    workflows = _workflows(vars(module).values())
+        raise InvalidCall(f"{spec!r} names a file: name the module, {_dotted(module_name)}:{name}")
+    module, workflows = load_module(module_name)
     names = ", ".join(workflow.name for workflow in workflows) or "none"
     wanted: Any = module
     for part in name.split("."):
@@ -56,6 +51,21 @@ def load_workflow(spec: str) -> tuple[list[Workflow], Workflow]:
     except InvalidCall as error:
         raise InvalidCall(f"{spec}: {error}; the workflows of {module_name!r} are: {names}") from error
     return [*workflows, *([] if workflow in workflows else [workflow])], workflow
+
+
+def load_module(name: str) -> tuple[ModuleType, list[Workflow]]:
+    """A module and its workflows. Raises `InvalidCall`."""
+    if name.endswith(".py"):
+        raise InvalidCall(f"{name!r} names a file: name the module, {_dotted(name)}")
+    # As with `python -m`: what lies in the current folder can be imported.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module = _import(name)
+    return module, _workflows(vars(module).values())
+
+
+def _dotted(file: str) -> str:
+    return file.removeprefix("./").removesuffix(".py").replace("/", ".")
 
 
 def _import(name: str) -> ModuleType:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keiro.cli.demo import Summary
+from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
 from keiro.failures import Failure, describe
 from keiro.projections.steps import StepRow
@@ -170,6 +171,19 @@ def journal(events: list[Stored], as_json: bool) -> None:
             for event in events
         ]
     )
+
+
+def replayed(found: Findings, as_json: bool) -> None:
+    """What replays have shown."""
+    if as_json:
+        result(found)
+        return
+    rows = [(one.kind, broken.run_id, one.message) for broken in found.broken for one in broken.problems]
+    if rows:
+        lines(_table(("problem", "run", "what would break"), rows))
+    for name, count in found.skipped.items():
+        note(f"runs of {name!r} left out: {count}, the module has no such workflow")
+    note(f"runs replayed: {found.runs}, would break: {len(found.broken)}")
 
 
 def migrated(target: str, revision: str, as_json: bool) -> None:

@@ -34,9 +34,9 @@ class Journal:
         self._sql = sql
         self._rows = rows
 
-    def runs(self, status: str | None, workflow: str | None, limit: int) -> list[Run]:
-        """Runs, newest first."""
-        return [self._sql.to_run(row) for row in self._rows(*self._sql.list_runs(status, workflow, None, limit))]
+    def runs(self, status: str | None, workflow: str | None, limit: int, before: int | None = None) -> list[Run]:
+        """Runs, newest first; `before` is the run_key to go on from."""
+        return [self._sql.to_run(row) for row in self._rows(*self._sql.list_runs(status, workflow, before, limit))]
 
     def run(self, run_id: str) -> Run:
         """A run by its id. Raises `RunNotFound`, `InvalidName`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,12 @@ async def test_sleeps_of_days_end_at_once_and_the_time_agrees(keiro_engine: Engi
 
     assert times == [START + timedelta(days=days) for days in (0, 1, 31, 396)]
     assert clock.now() == START + timedelta(days=396)
+
+
+async def test_time_skips_on_sqlite_too(keiro_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = await keiro_engine(remind, url=f"sqlite:///{tmp_path}/keiro.db")
+    SkippingClock(engine, start=START)
+    assert (await engine.execute(remind, [1, 30]))[-1] == START + timedelta(days=31)
 
 
 async def test_runs_wake_in_the_order_of_their_deadlines(keiro_engine: EngineFactory) -> None:
@@ -172,7 +179,7 @@ async def test_children_and_their_parents_skip_together(keiro_engine: EngineFact
     assert times[-1] == START + timedelta(days=10)
 
 
-async def test_a_long_skip_costs_no_lease(keiro_engine: EngineFactory, tmp_path: object) -> None:
+async def test_a_long_skip_costs_no_lease(keiro_engine: EngineFactory, tmp_path: Path) -> None:
     # given two engines on one database, who would bury each other when the time jumps
     url = f"memory://{tmp_path}"
     one, other = await keiro_engine(remind, url=url), await keiro_engine(url=url)
