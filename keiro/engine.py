@@ -554,18 +554,28 @@ class Engine:
             )
         event_id = None
         if id is not None:
-            event_id = uuid.uuid5(uuid.NAMESPACE_URL, f"keiro:command:{run_id}:{check_command_id(id)}").bytes
+            event_id = uuid.uuid5(
+                uuid.NAMESPACE_URL, f"keiro:command:{lineage_of(run_id)}:{check_command_id(id)}"
+            ).bytes
         while True:
             found = await journal.head(run_id)
             if found is None:
                 raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
             run, _ = found
+            if run.handoff_run_id is not None and event_id is None:
+                # A command is for the run, whichever round it is in; the next look finds one that begins just now.
+                last = await self.store.newest(run.lineage_id)
+                run_id = run.handoff_run_id if last is None else last.run_id
+                continue
             rows = (await journal.history([run.run_key]))[run.run_key]
-            state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
             if event_id is not None:
                 for row in rows:
                     if row.event_id == event_id:
                         return row.version
+            if run.handoff_run_id is not None:
+                run_id = run.handoff_run_id  # one round after the other: it may have been recorded in any
+                continue
+            state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
             triggered = new_events(state, method, args, kwargs)
             if not triggered:
                 return rows[-1].version
@@ -584,6 +594,9 @@ class Engine:
                 case VersionConflict():
                     continue
                 case RefusedTerminal(status):
+                    again = await journal.head(run_id)
+                    if again is not None and again[0].handoff_run_id is not None:
+                        continue  # it ended a round meanwhile, and goes on in the next
                     raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
                 case _:
                     raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: it was removed meanwhile")

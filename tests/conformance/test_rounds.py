@@ -432,3 +432,38 @@ async def test_wf_92_to_96_a_round_keeps_the_patches_it_began_with(
     async with make_engine(old) as engine:
         # Rolled back meanwhile: what began with the patch keeps it.
         assert await engine.execute(old, 0, id="fresh") == [True, True, "new", False]
+
+
+class Tally(keiro.WorkflowRun, name="tally"):
+    """Adds up what it is told, in rounds of two."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    @keiro.event("Told")
+    def tell(self, n: int) -> None:
+        self.told.append(n)
+
+    async def execute(self, before: int) -> int:
+        await self.until(lambda: len(self.told) >= 2)
+        total = before + sum(self.told)
+        if self.round < 2:
+            self.continue_as_new(total)
+        return total
+
+
+async def test_commands_reach_the_newest_round_and_are_recorded_once_in_all_of_them(make_engine: MakeEngine) -> None:
+    """By the id of any round; sent again with its id, a command is found in the round that has it."""
+    async with make_engine(Tally) as engine:
+        handle = await engine.start(Tally, 0, id="a")
+        for n in range(1, 5):
+            await engine.command(handle.run_id, Tally.tell, n, id=f"c{n}")
+            if n % 2 == 0:
+                while (await handle.run()).round_ordinal < n // 2:
+                    await asyncio.sleep(0.001)
+            assert await engine.command(handle.run_id, Tally.tell, n, id=f"c{n}")
+        await engine.command("wf:tally-a#1", Tally.tell, 5)
+        await engine.command(handle.run_id, Tally.tell, 6)
+        assert await handle.result(LIMIT_S) == 21
+        with pytest.raises(keiro.RunEnded):
+            await engine.command(handle.run_id, Tally.tell, 7)
