@@ -6,13 +6,14 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from keiro.engine import Engine, Handle
 from keiro.errors import InvalidCall
 from keiro.events import Event
+from keiro.projections.waits import ChildRow
 from keiro.rows import Run, Status
 
 T = TypeVar("T")
@@ -37,6 +38,14 @@ class BlockingHandle:
     def status(self) -> Status:
         """Where the run stands."""
         return self._engine.wait(self._handle.status())
+
+    def cancel(self, *, reason: str | None = None, wait: bool = False) -> bool:
+        """Cancel the run."""
+        return self._engine.wait(self._handle.cancel(reason=reason, wait=wait))
+
+    def children(self) -> list[ChildRow]:
+        """The children of the run, oldest first."""
+        return self._engine.wait(self._handle.children())
 
     def events(self, after: int = 0) -> list[Event]:
         """The events of the run with a version above `after`, in order."""
@@ -91,6 +100,17 @@ class BlockingEngine:
         """As `Engine.start`."""
         return BlockingHandle(self, self.wait(self.engine.start(workflow, *args, id=id, **kwargs)))
 
+    def start_many(
+        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None
+    ) -> list[BlockingHandle]:
+        """As `Engine.start_many`."""
+        return [BlockingHandle(self, handle) for handle in self.wait(self.engine.start_many(workflow, inputs, ids=ids))]
+
+    @property
+    def children(self) -> BlockingChildren:
+        """As `Engine.children`."""
+        return BlockingChildren(self)
+
     def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
         """As `Engine.execute`."""
         return self.wait(self.engine.execute(workflow, *args, id=id, **kwargs))
@@ -98,6 +118,17 @@ class BlockingEngine:
     def handle(self, run_id: str) -> BlockingHandle:
         """As `Engine.handle`."""
         return BlockingHandle(self, self.engine.handle(run_id))
+
+
+class BlockingChildren:
+    """As the children of an engine, for synchronous code."""
+
+    def __init__(self, engine: BlockingEngine) -> None:
+        self._engine = engine
+
+    def of(self, run_id: str) -> list[ChildRow]:
+        """The children of a run, oldest first."""
+        return self._engine.wait(self._engine.engine.children.of(run_id))
 
 
 @contextmanager

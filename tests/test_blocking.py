@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,25 @@ def test_a_call_from_the_engines_own_loop_is_refused_instead_of_waiting_for_ever
 
         with pytest.raises(keiro.InvalidCall, match="own event loop"):
             blocking.wait(inside())
+
+
+@keiro.workflow
+async def asks(run: keiro.WorkflowRun, n: int) -> int:
+    child = await run.spawn(doubles, n, id=f"{run.key}-child")
+    return await run.deferred("more", int).result() + await child.result()
+
+
+@keiro.workflow
+async def doubles(run: keiro.WorkflowRun, n: int) -> int:
+    return 2 * n
+
+
+def test_waits_and_children_from_synchronous_code(tmp_path: Path) -> None:
+    engine = keiro.Engine(f"sqlite:///{tmp_path}/keiro.db", workflows=[asks, doubles])
+    with keiro.blocking(engine) as blocking:
+        handles = blocking.start_many(asks, range(3), ids=["a", "b", "c"])
+        assert [blocking.complete(handle.run_id, "more", 10) for handle in handles] == [True] * 3
+        assert [handle.result() for handle in handles] == [10, 12, 14]
+        assert [child.run_id for child in blocking.children.of("wf:asks-b")] == ["wf:doubles-b-child"]
+        assert [child.status for child in handles[1].children()] == ["completed"]
+        assert blocking.cancel("wf:asks-a") is False and handles[0].cancel() is False
