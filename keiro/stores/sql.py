@@ -332,10 +332,15 @@ class Sql:
         """Take pending runs."""
         text = self.text
         # A worker that was buried since it last renewed must not claim: nobody would ever take the runs from it.
-        (listed,) = yield [(text.lives, (worker_key,))]
-        if not listed or not workflows:
+        if not workflows:
             return []
-        pending, due = yield [self.pending(workflows, now), self.parked(workflows, now)]
+        listed, pending, due = yield [
+            (text.lives, (worker_key,)),
+            self.pending(workflows, now),
+            self.parked(workflows, now),
+        ]
+        if not listed:
+            return []
         # However long the one queue is, the other gets half.
         rows = [*due[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
         found = [self.to_owned(row) for row in rows]
