@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from keiro.cli import output
+from keiro.cli import operations, output
 from keiro.cli.driving import GRACE_S, driven, load_module, load_workflow, parse_input
+from keiro.cli.operating import Told
 from keiro.cli.reading import journal as reading
 from keiro.cli.replaying import replay_all
 from keiro.engine import DEFAULT_URL, Engine
@@ -44,6 +45,7 @@ Url = Annotated[
     ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, wf:<workflow>-<key>.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, nothing is changed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -165,6 +167,92 @@ def journal(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> N
     with _reporting(), reading(url) as opened:
         events = opened.events(opened.run(run_id))
     output.journal(events, as_json)
+
+
+@app.command()
+def children(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List the children of a run."""
+    with _reporting():
+        found = asyncio.run(operations.children(url, run_id))
+    output.children(found, as_json)
+
+
+@app.command()
+def tree(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show a run and everything below it, with what each waits for."""
+    with _reporting():
+        found = asyncio.run(operations.tree(url, run_id))
+    output.tree(found, as_json)
+
+
+@app.command()
+def start(
+    workflow: Annotated[str, typer.Argument(metavar="MODULE:WORKFLOW", help="For example orders:fulfil.")],
+    input: Annotated[str, typer.Option(metavar="JSON", help="The arguments, as for `keiro run`.")] = "{}",
+    id: Annotated[str | None, typer.Option(metavar="ID", help="The run's key (default: a random one).")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run for workers to drive, and print its id."""
+    output.keep_apart()
+    with _reporting():
+        started = asyncio.run(operations.start(url, workflow, input, id))
+    output.told(Told(started, "started", (started,)), as_json, yes=True)
+
+
+@app.command()
+def worker(
+    modules: Annotated[list[str], typer.Argument(metavar="MODULE...", help="Whose workflows are driven.")],
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="So many runs at once.")] = 1000,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Drive runs until SIGTERM or Ctrl-C; steps under way then get their time, and all runs are handed back."""
+    output.keep_apart()
+    with _reporting():
+        asyncio.run(operations.work(url, modules, concurrency))
+
+
+@app.command()
+def complete(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="The run's id.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The deferred's name.")] = None,
+    value: Annotated[str, typer.Option(metavar="JSON", help="What it is completed with.")] = "null",
+    token: Annotated[str | None, typer.Option(metavar="TOKEN", help="In place of RUN and NAME.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Complete a deferred of a run. The first completion counts."""
+    with _reporting():
+        done = asyncio.run(operations.complete(url, run_id, name, value, token))
+    output.told(done, as_json, yes=True)
+
+
+@app.command()
+def cancel(
+    run_id: RunId,
+    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why; it is recorded.")] = None,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel a run and its children. Without --yes only show which runs would be cancelled."""
+    with _reporting():
+        done = asyncio.run(operations.cancel(url, run_id, reason, yes=yes))
+    output.told(done, as_json, yes=yes)
+
+
+@app.command()
+def resurrect(
+    run_id: RunId,
+    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why; it is recorded.")] = None,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Let a failed run go on where it failed. Without --yes only show whether it would."""
+    with _reporting():
+        done = asyncio.run(operations.resurrect(url, run_id, reason, yes=yes))
+    output.told(done, as_json, yes=yes)
 
 
 @app.command()

@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from keiro.cli.demo import Summary
+from keiro.cli.operating import Node, Told
 from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
 from keiro.failures import Failure, describe
 from keiro.projections.steps import StepRow
+from keiro.projections.waits import ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, Run
 from keiro.stores import shown as shown_url
 
@@ -127,6 +129,9 @@ def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
     elif found.next_attempt_at_ms is not None:
         times += f", attempt {found.attempts + 1} at {_time(found.next_attempt_at_ms)}"
     rows: list[str | Text] = [head, times]
+    if found.waiting_reason is not None:
+        until = "" if found.wake_at_ms is None else f", until {_time(found.wake_at_ms)} at the latest"
+        rows.append(f"waits for {found.waiting_reason} {found.waiting_token}{until}")
     for name in ("attributes_json", "input_json", "result_json"):
         value = getattr(found, name)
         if value is not None:
@@ -184,6 +189,42 @@ def replayed(found: Findings, as_json: bool) -> None:
     for name, count in found.skipped.items():
         note(f"runs of {name!r} left out: {count}, the module has no such workflow")
     note(f"runs replayed: {found.runs}, would break: {len(found.broken)}")
+
+
+def told(found: Told, as_json: bool, *, yes: bool) -> None:
+    """What a command did to runs, or would do."""
+    if as_json:
+        result(found)
+        return
+    lines([f"{found.outcome.replace('_', ' ')}: {found.run_id}", *(f"  {name}" for name in found.runs[1:])])
+    if found.outcome.startswith("would_") and not yes:
+        note("nothing was changed: the same command with --yes does it")
+
+
+def children(found: Sequence[ChildRow], as_json: bool) -> None:
+    """The children of a run."""
+    if as_json:
+        result([{"run_id": row.run_id, **msgspec.structs.asdict(row)} for row in found])
+    elif not found:
+        note("no children")
+    else:
+        lines(_table(("status", "created", "run"), [(row.status, row.created_at[:19], row.run_id) for row in found]))
+
+
+def tree(root: Node, as_json: bool) -> None:
+    """A run and those below it."""
+    if as_json:
+        result(root)
+        return
+
+    def rows(node: Node, indent: str) -> Iterable[str | Text]:
+        rounds = f"  {node.rounds} rounds" if node.rounds > 1 else ""
+        waits = f"  waits for {node.waiting}" if node.waiting else ""
+        yield Text.assemble(indent, node.run_id, "  ", (node.status, _STYLES.get(node.status, "")), rounds, waits)
+        for child in node.children:
+            yield from rows(child, indent + "  ")
+
+    lines(rows(root, ""))
 
 
 def migrated(target: str, revision: str, as_json: bool) -> None:

@@ -33,7 +33,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "PARK_S", 0.01)
 
 
-class Cart(keiro.WorkflowRun, name="cart"):
+class Cart(keiro.WorkflowRun, name="until_cart"):
     """Waits for three items, asks a step, and waits for it to be emptied."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ async def test_a_command_at_the_moment_of_parking_is_not_lost(make_engine: MakeE
 
         async def tell() -> None:
             for sku in "ab":
-                await sender.command("wf:cart-a", Cart.add, sku)
+                await sender.command("wf:until_cart-a", Cart.add, sku)
 
         before_parking(engine, tell)
         handle = await engine.start(Cart, id="a")

@@ -38,7 +38,7 @@ async def child(run: keiro.WorkflowRun, name: str) -> str:
     return await run.step(work, name)
 
 
-class Basket(keiro.WorkflowRun, name="basket"):
+class Basket(keiro.WorkflowRun, name="replayed_basket"):
     def __init__(self) -> None:
         self.items: list[str] = []
 

@@ -1,0 +1,120 @@
+"""What operators do to runs: start, complete, cancel, resurrect; and worker processes.
+
+What ends or revives a run is only shown, with nothing changed, until `--yes` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from keiro.cli import output
+from keiro.cli.driving import load_module, load_workflow, parse_input
+from keiro.cli.operating import Node, Told
+from keiro.engine import Engine
+from keiro.errors import InvalidCall
+from keiro.identity import lineage_of
+from keiro.rows import Run, Status
+
+
+@asynccontextmanager
+async def client(url: str, *, migrate: bool | None = None) -> AsyncIterator[Engine]:
+    """An engine that drives nothing."""
+    async with Engine(url, worker=False, migrate=migrate) as engine:
+        yield engine
+
+
+async def start(url: str, target: str, text: str, key: str | None) -> str:
+    """Start a run for workers to drive; its id."""
+    workflows, definition = load_workflow(target)
+    args, kwargs = parse_input(text, definition)
+    async with Engine(url, workflows=workflows, worker=False) as engine:
+        return (await engine.start(definition, *args, id=key, **kwargs)).run_id
+
+
+async def complete(url: str, run_id: str | None, name: str | None, value: str, token: str | None) -> Told:
+    """Complete a deferred."""
+    try:
+        decoded: Any = msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise InvalidCall(
+            f"--value {value!r} is no JSON ({error}): write for example '\"yes\"', 'true' or '{{}}'"
+        ) from None
+    async with client(url) as engine:
+        done = await engine.complete(run_id, name, decoded, token=token)
+    return Told(run_id or "", "completed" if done else "was_completed_before")
+
+
+async def cancel(url: str, run_id: str, reason: str | None, *, yes: bool) -> Told:
+    """Cancel a run and those of its children that go with it, or say which these would be."""
+    async with client(url) as engine:
+        run = await engine.handle(run_id).run()
+        if run.terminal:
+            return Told(run_id, f"already_{run.status}")
+        concerned = tuple([one async for one in _below(engine, run)])
+        if not yes:
+            return Told(run_id, "would_cancel", concerned)
+        done = await engine.cancel(run_id, reason=reason)
+        status = (await engine.handle(run_id).run()).status
+    return Told(run_id, "cancelled" if done else f"already_{status}", concerned if done else ())
+
+
+async def _below(engine: Engine, run: Run) -> AsyncIterator[str]:
+    yield run.run_id
+    for child in await engine.children.of(run.run_id):
+        row = await engine.handle(child.run_id).run()
+        first = await engine.store.run(lineage_of(child.run_id))
+        if not row.terminal and first is not None and first.on_cancel != "detach":
+            async for one in _below(engine, row):
+                yield one
+
+
+async def resurrect(url: str, run_id: str, reason: str | None, *, yes: bool) -> Told:
+    """Let a failed run go on, or say whether it would."""
+    async with client(url) as engine:
+        run = await engine.handle(run_id).run()
+        if run.status != Status.FAILED:
+            return Told(run_id, "not_failed")
+        if not yes:
+            return Told(run_id, "would_resurrect", (run.run_id,))
+        done = await engine.resurrect(run_id, reason=reason)
+    return Told(run_id, "resurrected" if done else "not_failed", (run.run_id,) if done else ())
+
+
+async def tree(url: str, run_id: str) -> Node:
+    """A run and everything below it."""
+    async with client(url) as engine:
+        return await _node(engine, run_id)
+
+
+async def _node(engine: Engine, run_id: str) -> Node:
+    run = await engine.handle(run_id).run()
+    children = [await _node(engine, child.run_id) for child in await engine.children.of(run_id)]
+    waiting = None if run.waiting_reason is None else f"{run.waiting_reason} {run.waiting_token}"
+    return Node(run.run_id, run.status, run.round_ordinal + 1, waiting, tuple(children))
+
+
+async def children(url: str, run_id: str) -> Sequence[Any]:
+    """The children of a run."""
+    async with client(url) as engine:
+        await engine.handle(run_id).run()
+        return await engine.children.of(run_id)
+
+
+async def work(url: str, modules: Sequence[str], concurrency: int) -> None:
+    """Drive runs of all workflows of the modules until the process is told to stop."""
+    workflows: dict[str, Any] = {}
+    for module in modules:
+        _, found = load_module(module)
+        for workflow in found:
+            workflows.setdefault(workflow.name, workflow)
+    if not workflows:
+        raise InvalidCall(
+            f"{', '.join(modules)}: there is no workflow in it. A worker drives the workflows of its modules"
+        )
+    async with Engine(url, workflows=list(workflows.values()), concurrency=concurrency) as engine:
+        output.note(f"driving {', '.join(sorted(workflows))}; stop it with SIGTERM or Ctrl-C")
+        await engine.serve()

@@ -1,0 +1,124 @@
+"""`keiro start`, `worker`, `complete`, `cancel`, `resurrect`, `children`, `tree`: on runs that a worker drives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+WAITING = """
+import keiro
+
+@keiro.step
+def fragile() -> str:
+    import pathlib
+    if not pathlib.Path("mended").exists():
+        raise ValueError("not mended")
+    return "mended"
+
+@keiro.workflow
+async def breaks(run: keiro.WorkflowRun) -> str:
+    return await run.step(fragile)
+
+@keiro.workflow
+async def leaf(run: keiro.WorkflowRun) -> int:
+    return await run.deferred("more", int).result()
+
+@keiro.workflow
+async def family(run: keiro.WorkflowRun) -> list:
+    child = await run.spawn(leaf, id=f"{run.key}-leaf")
+    other = await run.spawn(leaf, id=f"{run.key}-other", on_cancel="detach")
+    return [await child.result(), await run.deferred("said", str).result()]
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A folder with a module, and a worker for it."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    found = Shell(tmp_path)
+    found("migrate")
+    worker = found.start("worker", "waiting")
+    assert worker.stderr is not None
+    assert "driving breaks, family, leaf" in worker.stderr.readline()
+    yield found
+    worker.send_signal(signal.SIGTERM)
+    _, said = worker.communicate(timeout=60)
+    assert worker.returncode == 0, said
+
+
+def until(shell: Shell, run_id: str, status: str) -> None:
+    while shell.json("show", run_id)["status"] != status:
+        pass
+
+
+def test_a_run_is_started_answered_and_read_from_the_command_line(shell: Shell) -> None:
+    assert shell("start", "waiting:family", "--id", "a").stdout == "started: wf:family-a\n"
+    until(shell, "wf:leaf-a-leaf", "suspended")
+    assert "waits for deferred awk:more" in shell("show", "wf:leaf-a-leaf").stdout
+    assert [one["run_id"] for one in shell.json("children", "wf:family-a")] == ["wf:leaf-a-leaf", "wf:leaf-a-other"]
+
+    assert shell.json("complete", "wf:leaf-a-leaf", "more", "--value", "7")["outcome"] == "completed"
+    assert shell.json("complete", "wf:leaf-a-leaf", "more", "--value", "8")["outcome"] == "was_completed_before"
+    shell("complete", "wf:family-a", "said", "--value", '"yes"')
+    until(shell, "wf:family-a", "completed")
+
+    assert shell.json("show", "wf:family-a")["result"] == [7, "yes"]
+    tree = shell.json("tree", "wf:family-a")
+    assert [child["status"] for child in tree["children"]] == ["completed", "suspended"]
+    assert "  wf:leaf-a-other  suspended  waits for deferred awk:more" in shell("tree", "wf:family-a").stdout
+
+
+def test_a_cancellation_is_shown_first_and_takes_the_children_along(shell: Shell) -> None:
+    shell("start", "waiting:family", "--id", "a")
+    until(shell, "wf:leaf-a-other", "suspended")
+    until(shell, "wf:family-a", "suspended")
+
+    preview = shell("cancel", "wf:family-a")
+    assert preview.stdout == "would cancel: wf:family-a\n  wf:leaf-a-leaf\n"
+    assert "nothing was changed" in preview.stderr
+    assert shell.json("show", "wf:family-a")["status"] == "suspended"
+
+    done = shell.json("cancel", "wf:family-a", "--yes", "--reason", "too late")
+    assert done == {"run_id": "wf:family-a", "outcome": "cancelled", "runs": ["wf:family-a", "wf:leaf-a-leaf"]}
+    assert shell.json("cancel", "wf:family-a", "--yes")["outcome"] == "already_cancelled"
+    statuses = {name: shell.json("show", name)["status"] for name in ("wf:leaf-a-leaf", "wf:leaf-a-other")}
+    assert statuses == {"wf:leaf-a-leaf": "cancelled", "wf:leaf-a-other": "suspended"}
+
+
+def test_a_failed_run_goes_on_when_it_is_resurrected(shell: Shell) -> None:
+    shell("start", "waiting:breaks", "--id", "a")
+    until(shell, "wf:breaks-a", "failed")
+    (shell.folder / "mended").touch()
+
+    assert shell.json("resurrect", "wf:breaks-a")["outcome"] == "would_resurrect"
+    assert shell.json("show", "wf:breaks-a")["status"] == "failed"
+    assert shell.json("resurrect", "wf:breaks-a", "--yes")["outcome"] == "resurrected"
+    until(shell, "wf:breaks-a", "completed")
+    assert shell.json("resurrect", "wf:breaks-a", "--yes")["outcome"] == "not_failed"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["cancel", "wf:family-none"], "there is no run 'wf:family-none'"),
+        (["complete", "wf:family-none", "said"], "there is no run 'wf:family-none'"),
+        (["complete"], "give the run id and the name of the deferred, or token="),
+        (["complete", "--token", "x"], "'x' is no token of a deferred"),
+        (["complete", "wf:a-b", "c", "--value", "yes"], "--value 'yes' is no JSON"),
+        (["children", "nothing"], "'nothing' is not a run id"),
+        (["worker", "os"], "there is no workflow in it"),
+    ],
+)
+def test_what_cannot_be_done_says_why(tmp_path: Path, command: list[str], message: str) -> None:
+    found = Shell(tmp_path)
+    found("migrate")
+    done = found(*command)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert os.listdir(tmp_path)
