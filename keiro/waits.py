@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from keiro.decisions import Append, Appended, VersionConflict, fold, new
-from keiro.errors import StoreError
+from keiro.errors import RunSealed, StoreError
 from keiro.events import StateChanged, Wait
 from keiro.identity import StepIds
 
@@ -168,7 +168,8 @@ class Waits:
 
     def _parked(self, task: Task[None]) -> None:
         self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, RunSealed):  # else it was stopped before it could be parked
             self._driver.host.report("store_away", self._driver.run.run_id, error=str(error))
         if not self._driver.sealed and not self._driver.over and self._open:
             self.rest()
