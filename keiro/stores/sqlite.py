@@ -12,7 +12,7 @@ import os
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
-from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreUnavailable
+from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreError, StoreUnavailable
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.waits import ChildRow
@@ -91,7 +91,7 @@ class SQLiteStore:
         self._conn = self._connect()
         self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush))
         self._closed = False
-        self._wake = WakeSocket(self._loop, self._woken)
+        self._wake = WakeSocket(self._loop, self._woken, self._look_around)
         self._data_version = self._pragma("data_version")
         # Both are there from the first look into the file until the last connection to it is closed.
         self._files = self._identities()
@@ -161,6 +161,10 @@ class SQLiteStore:
 
     def _woken(self) -> None:
         self.listener.woken()
+
+    def _look_around(self) -> None:
+        with suppress(StoreError):
+            self._wake.peers([w.address for w in self._sql.to_workers(self._select(self._sql.text.list_workers, ()))])
 
     def _published(self, changed: Sequence[Run], touched: Sequence[str]) -> None:
         self.listener.committed(changed, touched)
@@ -515,13 +519,14 @@ class SQLiteStore:
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker."""
         key = await self._locked(lambda: self._sql.register(incarnation, self._wake.address, self.now_ms()))
-        self._wake.peers([(w.worker_key, w.address) for w in await self.workers() if w.worker_key != key])
+        self._look_around()
+        self._wake.send()  # the others learn that there is one more to wake
         return key
 
     async def renew(self, worker_key: int) -> bool:
         """Extend a lease."""
         renewed = await self._locked(lambda: self._sql.renew(worker_key, self.now_ms()))
-        self._wake.peers([(w.worker_key, w.address) for w in await self.workers() if w.worker_key != worker_key])
+        self._look_around()
         return renewed
 
     async def workers(self) -> list[WorkerRow]:

@@ -14,9 +14,11 @@ from contextlib import suppress
 class WakeSocket:
     """Listens on a port of 127.0.0.1 and sends to those of the other processes."""
 
-    def __init__(self, loop: AbstractEventLoop, woken: Callable[[], None]) -> None:
+    def __init__(self, loop: AbstractEventLoop, woken: Callable[[], None], met: Callable[[], None]) -> None:
+        """`woken` is called when somebody has committed, `met` before it where that is nobody we would wake."""
         self._loop = loop
         self._woken = woken
+        self._met = met
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self.address: str | None = None
@@ -28,10 +30,10 @@ class WakeSocket:
             self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
             loop.add_reader(self._socket, self._receive)
 
-    def peers(self, workers: Sequence[tuple[int, str | None]]) -> None:
-        """Whom to wake: addresses as the workers table has them."""
+    def peers(self, addresses: Sequence[str | None]) -> None:
+        """Whom to wake: addresses as the workers table has them, our own among them."""
         self._peers = []
-        for _, address in workers:
+        for address in addresses:
             if address and address != self.address:
                 host, _, port = address.rpartition(":")
                 self._peers.append((host, int(port)))
@@ -50,9 +52,13 @@ class WakeSocket:
                 self._socket.sendto(b"w", peer)
 
     def _receive(self) -> None:
+        senders = set()
         with suppress(OSError):
             while True:
-                self._socket.recv(16)
+                senders.add(self._socket.recvfrom(16)[1])
+        # Who came since we last looked tells so: until then we would wake all but them.
+        if not senders <= set(self._peers):
+            self._met()
         self._woken()
 
     def close(self) -> None:

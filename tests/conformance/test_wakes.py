@@ -98,6 +98,23 @@ async def test_a_commit_wakes_the_workers_and_the_waiters_of_other_engines(make_
                 assert await handle.result() == n
 
 
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
+@pytest.mark.usefixtures("no_polls")
+async def test_who_came_later_is_woken_before_anybody_renews(make_engine: MakeEngine) -> None:
+    """A newcomer says that it is there; else the older ones would wake it only after they have renewed."""
+    async with make_engine(worker=False) as client, make_engine(noted) as engine:
+        store: Any = client.store
+        for one in (engine, client):
+            without_data_version(one)
+        async with asyncio.timeout(60):
+            while not store._wake._peers:
+                await asyncio.sleep(0)
+        await settled(engine)
+        handle = await client.start(noted, 1, id="a")
+        async with asyncio.timeout(60):
+            assert await handle.result() == 1
+
+
 @pytest.mark.parametrize("handed_back_by", ["release", "bury"])
 @pytest.mark.usefixtures("no_polls")
 async def test_a_run_that_is_handed_back_wakes_the_others(make_engine: MakeEngine, handed_back_by: str) -> None:
