@@ -4,6 +4,9 @@ A command is data. Its decision asks for what it must know, one `Need` after the
 the events to write, of one run or of several; stores load and write, and decide nothing. The fold that a decision
 makes of a run's row is also made ahead of it, by the owner of the run in memory: there the store only checks that the
 memory was current.
+
+None of these values refers back to itself, so the garbage collector is told to leave them alone: with thousands of
+runs under way its rounds would take longer than the decisions.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from msgspec.structs import replace
 
 from keiro.events import (
     Event,
+    StateChanged,
     StepRecorded,
     StepRetracted,
     WorkflowCancelled,
@@ -25,7 +29,7 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import Failure
-from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step
+from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, suspended_step
 from keiro.projections.runs import project
 from keiro.projections.waits import Change, Exit, changes, exit_of
 from keiro.rows import Head, Run, Status
@@ -33,10 +37,11 @@ from keiro.rows import Head, Run, Status
 CANCELLED: Final = "__workflow_cancelled__"
 
 _encoder: Final = msgspec.json.Encoder()
+_decode_parked: Final = msgspec.json.Decoder(StateChanged).decode
 _sorted: Final = msgspec.json.Encoder(order="sorted").encode
 
 
-class New(msgspec.Struct, frozen=True):
+class New(msgspec.Struct, frozen=True, gc=False):
     """An event to append: the event, its 16-byte id and its stored JSON."""
 
     event: Event
@@ -49,7 +54,7 @@ def new(event: Event, event_id: bytes) -> New:
     return New(event, event_id, _encoder.encode(event).decode())
 
 
-class Start(msgspec.Struct, frozen=True):
+class Start(msgspec.Struct, frozen=True, gc=False):
     """Create a run. With `owner`, the run is born owned by that worker in epoch 1."""
 
     run_id: str
@@ -58,7 +63,7 @@ class Start(msgspec.Struct, frozen=True):
     owner: int | None = None
 
 
-class Append(msgspec.Struct, frozen=True):
+class Append(msgspec.Struct, frozen=True, gc=False):
     """Append events to an existing run.
 
     With `owner`, only if that worker owns the run in `epoch`. `expected` is the version the sender saw: the owner's is
@@ -79,7 +84,7 @@ class Append(msgspec.Struct, frozen=True):
     alone: bool = True
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Record a step of the newest round of a lineage from outside: the completion of a deferred. `run_id` is round 0's.
 
     With `secret`, only if that is the recorded result of the step `secret_step` in the round it was given in.
@@ -92,7 +97,7 @@ class Deliver(msgspec.Struct, frozen=True):
     secret: tuple[str, str] | None = None
 
 
-class Spawn(msgspec.Struct, frozen=True):
+class Spawn(msgspec.Struct, frozen=True, gc=False):
     """Record in `parent`, fenced as any append of its owner, that it has the child that `start` creates."""
 
     parent: Append
@@ -104,7 +109,7 @@ class Spawn(msgspec.Struct, frozen=True):
         return self.parent.run_id
 
 
-class Rotate(msgspec.Struct, frozen=True):
+class Rotate(msgspec.Struct, frozen=True, gc=False):
     """End a round, fenced as any append of its owner, and begin the next one; what deferreds were completed with and
     the body did not take (`consumed` are those it took) is carried over."""
 
@@ -118,7 +123,7 @@ class Rotate(msgspec.Struct, frozen=True):
         return self.ending.run_id
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class Cancel(msgspec.Struct, frozen=True, gc=False):
     """Cancel the newest round of a lineage, and children of it that are to be cancelled with it."""
 
     run_id: str
@@ -126,7 +131,7 @@ class Cancel(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class Resurrect(msgspec.Struct, frozen=True):
+class Resurrect(msgspec.Struct, frozen=True, gc=False):
     """Let a failed run go on."""
 
     run_id: str
@@ -134,13 +139,21 @@ class Resurrect(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class Retract(msgspec.Struct, frozen=True):
+class Retract(msgspec.Struct, frozen=True, gc=False):
     """Let what was recorded of a step of the newest round count no more."""
 
     run_id: str
     step: str
     at_ms: int
     reason: str | None = None
+
+
+class Fire(msgspec.Struct, frozen=True, gc=False):
+    """Record the clocks that are due of a run that was parked with its event number `version`."""
+
+    run_id: str
+    version: int
+    at_ms: int
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -156,7 +169,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     run_id: str = ""
 
 
-class Loaded(msgspec.Struct):
+class Loaded(msgspec.Struct, gc=False):
     """What a decision is given of a run: the row, the head, the stored event that has the id asked for, and whether an
     event of the user's aggregate came after the version asked about."""
 
@@ -166,7 +179,7 @@ class Loaded(msgspec.Struct):
     overtaken: bool = False
 
 
-class One(msgspec.Struct, frozen=True):
+class One(msgspec.Struct, frozen=True, gc=False):
     """Asks for a run: answered with a `Loaded`, or None if there is no such run."""
 
     run_id: str
@@ -174,19 +187,19 @@ class One(msgspec.Struct, frozen=True):
     after: int | None = None
 
 
-class Newest(msgspec.Struct, frozen=True):
+class Newest(msgspec.Struct, frozen=True, gc=False):
     """Asks for the newest round of a lineage, by the run id of round 0: answered as `One`."""
 
     lineage_id: str
 
 
-class Completions(msgspec.Struct, frozen=True):
+class Completions(msgspec.Struct, frozen=True, gc=False):
     """Asks for what deferreds of a round were completed with: answered with (name, JSON) pairs."""
 
     run_id: str
 
 
-class Children(msgspec.Struct, frozen=True):
+class Children(msgspec.Struct, frozen=True, gc=False):
     """Asks for the round 0 of each child of a lineage, of those that have not ended or of those that have: answered
     with rows, oldest first."""
 
@@ -194,7 +207,7 @@ class Children(msgspec.Struct, frozen=True):
     ended: bool = False
 
 
-class Acted(msgspec.Struct, frozen=True):
+class Acted(msgspec.Struct, frozen=True, gc=False):
     """Asks whether a step or a command was recorded in a run after the version `after`."""
 
     run_id: str
@@ -202,55 +215,55 @@ class Acted(msgspec.Struct, frozen=True):
 
 
 Need: TypeAlias = One | Newest | Completions | Children | Acted
-Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract
+Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract | Fire
 
 
-class Appended(msgspec.Struct, frozen=True):
+class Appended(msgspec.Struct, frozen=True, gc=False):
     """The events are in the journal; `version` is that of the last one. `run` is the row of a run that was born."""
 
     version: int
     run: Run | None = None
 
 
-class AlreadyPresent(msgspec.Struct, frozen=True):
+class AlreadyPresent(msgspec.Struct, frozen=True, gc=False):
     """An event with this id is there already (first writer wins); `stored` is it."""
 
     stored: Stored
 
 
-class Existing(msgspec.Struct, frozen=True):
+class Existing(msgspec.Struct, frozen=True, gc=False):
     """A run with this id and an equal input exists; nothing was written."""
 
     run: Run
 
 
-class InputDiffers(msgspec.Struct, frozen=True):
+class InputDiffers(msgspec.Struct, frozen=True, gc=False):
     """A run with this id exists and was started with another input; nothing was written."""
 
     run: Run
 
 
-class RefusedTerminal(msgspec.Struct, frozen=True):
+class RefusedTerminal(msgspec.Struct, frozen=True, gc=False):
     """The run has ended; nothing was written."""
 
     status: str
 
 
-class FenceLost(msgspec.Struct, frozen=True):
+class FenceLost(msgspec.Struct, frozen=True, gc=False):
     """The sender does not own the run (any more); nothing was written."""
 
 
-class VersionConflict(msgspec.Struct, frozen=True):
+class VersionConflict(msgspec.Struct, frozen=True, gc=False):
     """Something came after what the sender saw; the run is at `version` now; nothing was written."""
 
     version: int
 
 
-class UnknownRun(msgspec.Struct, frozen=True):
+class UnknownRun(msgspec.Struct, frozen=True, gc=False):
     """No run has this id; nothing was written, nothing is created."""
 
 
-class Refused(msgspec.Struct, frozen=True):
+class Refused(msgspec.Struct, frozen=True, gc=False):
     """The command contradicts what is there, for the reason given; nothing was written."""
 
     reason: str
@@ -269,7 +282,7 @@ Outcome: TypeAlias = (
 )
 
 
-class Write(msgspec.Struct, frozen=True):
+class Write(msgspec.Struct, frozen=True, gc=False):
     """Events of one run, and its row and head after them. `before` is the row before, None for a run that is born."""
 
     run_id: str
@@ -284,7 +297,7 @@ class Write(msgspec.Struct, frozen=True):
         yield from changes(self.run, [one.event for one in self.events], self.at_ms)
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
     a run that its sender owns and may not know of: a start whose first answer was lost. `own` says that the first write
     is its owner's."""
@@ -329,6 +342,8 @@ def decide(command: Command) -> Deciding:
             return _resurrect(command)
         case Retract():
             return _retract(command)
+        case Fire():
+            return _fire(command)
 
 
 def first_need(command: Command) -> Need:
@@ -613,6 +628,27 @@ def _retract(command: Retract) -> Deciding:
     if not writes:
         return Decision(Refused(f"no step {command.step!r} is recorded"))
     return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+def _fire(command: Fire) -> Deciding:
+    found: Loaded | None = yield One(command.run_id)
+    if found is None:
+        return Decision(UnknownRun())
+    loaded: Loaded = yield One(command.run_id, _ids_of(found.run)(suspended_step(command.version - 1)))
+    if loaded.present is None or loaded.run.status != Status.SUSPENDED or loaded.head.version != command.version:
+        # Something came after it was parked: whoever drives the run on decides what was first.
+        return Decision(VersionConflict(loaded.head.version))
+    waits = _decode_parked(loaded.present.payload).waits
+    due = [(wait.due_at_ms, wait.step) for wait in waits if wait.kind in ("sleep", "timeout")]
+    events: list[New] = []
+    for _, step in sorted((at, step) for at, step in due if at is not None and at <= command.at_ms):
+        _, event = yield from _recorded(loaded.run, step, b"null")
+        if event is not None:
+            events.append(event)
+    if not events:
+        return Decision(VersionConflict(loaded.head.version))
+    write = _write(loaded, tuple(events), command.at_ms)
+    return Decision(Appended(write.head.version), (write,))
 
 
 def _retracted(

@@ -727,6 +727,8 @@ class Driver:
         outcome, at_ms = await self._record(new(recorded, self._id(step)), alone=False, exact=exact)
         if isinstance(outcome, VersionConflict):
             return False
+        if self._clocks is not None:
+            self._clocks.pop(step, None)
         strand.now_ms = at_ms
         if self.workflow.aggregate is not None:
             await self._deliver(self._version_of(outcome))
@@ -770,11 +772,13 @@ class Driver:
         await self.waits.over("sleep", step, due)
         await self._own(strand, step, b"null")
 
-    def wait(self, kind: str, step: str, timeout: float | None) -> Coroutine[Any, Any, Recorded]:
-        """The coroutine waits for a step that others record; it raises `TimeoutError` after `timeout` seconds."""
+    def wait(self, kind: str, step: str, timeout: float | None) -> Callable[[], Coroutine[Any, Any, Recorded]]:
+        """Reserve the clock's name now; the coroutine waits for a step that others record, and raises `TimeoutError`
+        after `timeout` seconds. It is made when it is awaited: a task that is cancelled before it begins awaits none.
+        """
         strand = self._here()
         limit = None if timeout is None else self._reserve(f"timeout:{step}", strand)
-        return self._await(strand, kind, step, timeout, limit)
+        return partial(self._await, strand, kind, step, timeout, limit)
 
     async def _await(self, strand: Strand, kind: str, step: str, timeout: float | None, limit: str | None) -> Recorded:
         expired = None if limit is None else self._history.pop(limit, None)
@@ -796,7 +800,7 @@ class Driver:
                 # It may have come while nothing waited for it, and nobody wakes the run for it again.
                 await self.catch_up()
                 continue
-            if await self.waits.over(kind, step, due):
+            if await self.waits.over(kind, step, due, limit):
                 continue
             assert limit is not None
             # Only if nothing came before it: whichever is first in the journal has won, for every replay.
@@ -840,7 +844,7 @@ class Driver:
                 if self._unseen:
                     await self._deliver(self._known)
                 continue
-            if await self.waits.command(step, due):
+            if await self.waits.command(step, due, limit):
                 continue
             if not self._unseen and await self._own(strand, limit, b"null", exact=True):
                 raise self._too_late(step, timeout)
@@ -1200,6 +1204,8 @@ def past_of(run_id: str, stored: list[Stored]) -> Past:
                 found.at_ms = row.recorded_at_ms
                 found.version = row.version
                 history[found.step] = found
+                if clocks is not None:
+                    clocks.pop(found.step, None)
             elif row.topic == "StateChanged":
                 changed = _decode_state(row.payload)
                 if changed.state == "clock_scheduled":

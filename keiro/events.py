@@ -129,7 +129,7 @@ class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
     by which it comes at the latest, in milliseconds since the epoch."""
 
     kind: str
-    """`sleep`, `deferred`, `child`, `until` or `retry`."""
+    """`sleep`, `deferred`, `child`, `until` or `retry`; `timeout` beside one that has a limit."""
     step: str
     due_at_ms: int | None = None
 

@@ -129,6 +129,11 @@ class StepIds:
         return (number & _FREE | _VERSION_5).to_bytes(16)
 
 
+def suspended_step(version: int) -> str:
+    """The name of the event that parks a run which is at `version`."""
+    return f"__workflow_suspended__#{version}"
+
+
 def again(step: str, retractions: int) -> str:
     """What the id of the record of `step` is derived from, after it was retracted so often."""
     return f"{step}#retracted-{retractions}" if retractions else step

@@ -26,7 +26,7 @@ class Status(StrEnum):
 TERMINAL: Final = frozenset((Status.COMPLETED, Status.FAILED, Status.CANCELLED))
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run as its operational row shows it. Times are integer milliseconds since the epoch, UTC; JSON is text."""
 
     run_key: int = 0
@@ -62,7 +62,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.status in TERMINAL
 
 
-class Head(msgspec.Struct, kw_only=True):
+class Head(msgspec.Struct, kw_only=True, gc=False):
     """Version of the newest event of a run, and who may append: the worker `owner` in its `epoch`."""
 
     run_key: int

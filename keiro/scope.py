@@ -57,7 +57,7 @@ class Driver(Protocol):
     def sleep(self, due_ms: Callable[[], int], name: str) -> Coroutine[Any, Any, None]:
         """Reserve the name now; the coroutine ends when the time has come."""
 
-    def wait(self, kind: str, step: str, timeout: float | None) -> Coroutine[Any, Any, Any]:
+    def wait(self, kind: str, step: str, timeout: float | None) -> Callable[[], Coroutine[Any, Any, Any]]:
         """The coroutine waits for a step that others record."""
 
     def until(self, predicate: Callable[[], Any], timeout: float | None, name: str) -> Coroutine[Any, Any, None]:
@@ -422,8 +422,8 @@ class Deferred:
         limit = patience(timeout, "deferred.result(timeout=...)")
         return self._result(self._driver.wait("deferred", deferred_step(self.name), limit))
 
-    async def _result(self, found: Coroutine[Any, Any, Any]) -> Any:
-        end = decode_exit((await found).result)
+    async def _result(self, found: Callable[[], Awaitable[Any]]) -> Any:
+        end = decode_exit((await found()).result)
         if end.ok is not UNSET:
             return self._decode(bytes(end.ok))
         if end.failed is not UNSET:
@@ -455,8 +455,8 @@ class Child:
         limit = patience(timeout, "child.result(timeout=...)")
         return self._result(self._driver.wait("child", child_result_step(self.key), limit))
 
-    async def _result(self, found: Coroutine[Any, Any, Any]) -> Any:
-        end = decode_exit((await found).result)
+    async def _result(self, found: Callable[[], Awaitable[Any]]) -> Any:
+        end = decode_exit((await found()).result)
         if end.ok is not UNSET:
             try:
                 return self._workflow.decode_result(bytes(end.ok))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from keiro.decisions import Append, Appended, VersionConflict, fold, new
 from keiro.errors import RunSealed, StoreError
 from keiro.events import StateChanged, Wait
-from keiro.identity import StepIds
+from keiro.identity import StepIds, suspended_step
 
 if TYPE_CHECKING:
     from keiro.driver import Driver
@@ -37,13 +37,22 @@ def is_external(step: str) -> bool:
 class _Open:
     """One wait of one task of the body."""
 
-    __slots__ = ("due_ms", "future", "kind", "step")
+    __slots__ = ("clock", "due_ms", "future", "kind", "step")
 
-    def __init__(self, kind: str, step: str, due_ms: int | None, future: Future[None]) -> None:
+    def __init__(self, kind: str, step: str, due_ms: int | None, clock: str | None, future: Future[None]) -> None:
         self.kind = kind
         self.step = step
         self.due_ms = due_ms
+        self.clock = clock
         self.future = future
+
+    def shown(self) -> Iterator[Wait]:
+        """What the event that parks the run says of it: enough for others to fire its clock."""
+        if self.clock is None or self.due_ms is None:
+            yield Wait(self.kind, self.step, self.due_ms)
+        else:
+            yield Wait(self.kind, self.step)
+            yield Wait("timeout", self.clock, self.due_ms)
 
 
 class Waits:
@@ -63,10 +72,11 @@ class Waits:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    async def over(self, kind: str, step: str, due_ms: int | None = None) -> bool:
-        """Wait until `step` is recorded (True) or `due_ms` has come (False), whichever is first."""
+    async def over(self, kind: str, step: str, due_ms: int | None = None, clock: str | None = None) -> bool:
+        """Wait until `step` is recorded (True) or `due_ms` has come (False), whichever is first. `clock` is the step
+        that records the latter, where it is another one."""
         host = self._driver.host
-        with self._opened(kind, step, due_ms) as wait:
+        with self._opened(kind, step, due_ms, clock) as wait:
             while not self._driver.is_recorded(step):
                 left = None if due_ms is None else (due_ms - host.wall_ms()) / 1000
                 if left is not None and left <= 0:
@@ -79,10 +89,10 @@ class Waits:
                     wait.future = self._loop.create_future()
             return True
 
-    async def command(self, step: str, due_ms: int | None) -> bool:
+    async def command(self, step: str, due_ms: int | None, clock: str) -> bool:
         """Wait until a command of the aggregate has come (True) or `due_ms` has (False)."""
         host = self._driver.host
-        with self._opened("until", step, due_ms) as wait:
+        with self._opened("until", step, due_ms, clock) as wait:
             left = None if due_ms is None else (due_ms - host.wall_ms()) / 1000
             if left is not None and left <= 0:
                 return False
@@ -94,8 +104,8 @@ class Waits:
             return due_ms is None or host.wall_ms() < due_ms
 
     @contextmanager
-    def _opened(self, kind: str, step: str, due_ms: int | None) -> Iterator[_Open]:
-        wait = _Open(kind, step, due_ms, self._loop.create_future())
+    def _opened(self, kind: str, step: str, due_ms: int | None, clock: str | None) -> Iterator[_Open]:
+        wait = _Open(kind, step, due_ms, clock, self._loop.create_future())
         self._open[wait] = None
         self._by_step.setdefault(step, []).append(wait)
         self._begun += 1
@@ -185,7 +195,7 @@ class Waits:
             # are to run first. So a park that was refused is not tried again at once either.
             if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self.come():
                 return
-            waits = tuple(dict.fromkeys(Wait(wait.kind, wait.step, wait.due_ms) for wait in self._open))
+            waits = tuple(dict.fromkeys(one for wait in self._open for one in wait.shown()))
             if not waits:
                 return
             event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
@@ -231,4 +241,4 @@ class Waits:
 
     def _id(self, version: int) -> bytes:
         run = self._driver.run
-        return StepIds(run.workflow, run.key, run.round_ordinal)(f"__workflow_suspended__#{version}")
+        return StepIds(run.workflow, run.key, run.round_ordinal)(suspended_step(version))

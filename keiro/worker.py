@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from keiro.decisions import Stored
+from keiro.decisions import Appended, Fire, Stored
 from keiro.errors import StoreError
 from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
@@ -184,8 +184,21 @@ class Worker:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
 
+    async def _fire_all(self) -> None:
+        """Record the clocks that are due of parked runs, in sets and whether or not there is room to drive them now."""
+        fired = True
+        while fired and self._claims and not self._sealed:
+            due = await self._store.due(self._workflows)
+            at_ms = self._store.now_ms()
+            outcomes = await asyncio.gather(
+                *(self._store.submit(Fire(run_id, version, at_ms)) for run_id, version in due)
+            )
+            # What cannot be fired is claimed as it is.
+            fired = any(isinstance(outcome, Appended) for outcome in outcomes)
+
     async def _claim_all(self) -> float:
         began, key = self._store.now_ms(), self.key
+        await self._fire_all()
         while (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
             self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:

@@ -34,7 +34,7 @@ SEALED: Final = frozenset(("exit_json", "metadata_json", "result", "failure_reas
 """Columns of these tables that carry what users stored."""
 
 
-class Exit(msgspec.Struct, frozen=True, omit_defaults=True):
+class Exit(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """How a deferred or a child ended, as the step that its end records: exactly one of the three is there.
 
     It wraps the value, so that an honest result that looks like a failure is delivered as it is.
@@ -45,7 +45,7 @@ class Exit(msgspec.Struct, frozen=True, omit_defaults=True):
     cancelled: str | UnsetType | None = UNSET
 
 
-class Spawned(msgspec.Struct, frozen=True):
+class Spawned(msgspec.Struct, frozen=True, gc=False):
     """What the step of a spawn records: which run the child is."""
 
     run_id: str
@@ -54,7 +54,7 @@ class Spawned(msgspec.Struct, frozen=True):
     on_cancel: str
 
 
-class Put(msgspec.Struct, frozen=True):
+class Put(msgspec.Struct, frozen=True, gc=False):
     """Insert a row unless one with its key is there."""
 
     table: str
@@ -62,7 +62,7 @@ class Put(msgspec.Struct, frozen=True):
     values: Mapping[str, Any]
 
 
-class Set(msgspec.Struct, frozen=True):
+class Set(msgspec.Struct, frozen=True, gc=False):
     """Change the row with this key, if it is there and `unless_set` (a column) is NULL."""
 
     table: str
@@ -71,7 +71,7 @@ class Set(msgspec.Struct, frozen=True):
     unless_set: str | None = None
 
 
-class Forget(msgspec.Struct, frozen=True):
+class Forget(msgspec.Struct, frozen=True, gc=False):
     """Delete the row with this key."""
 
     table: str

@@ -141,8 +141,12 @@ class Store(Protocol):
     async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
         """Take pending (and due) runs of these workflows, oldest first. They are running and owned on return."""
 
+    async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
+        """The ids and versions of parked runs of these workflows whose time has come, the longest due first; at most
+        `MOST_WRITTEN`."""
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
-        """When the next paced run of these workflows is due."""
+        """When the next paced or parked run of these workflows is due."""
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
         """Names of workflows with pending runs that are not among the given ones."""

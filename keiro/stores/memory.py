@@ -11,6 +11,7 @@ import threading
 from asyncio import Future
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,6 +44,7 @@ from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import (
     LEASE_MS,
+    MOST_WRITTEN,
     Clock,
     Incarnation,
     Listener,
@@ -115,18 +117,22 @@ class Database:
 
     def claimable(self, now_ms: int, workflows: Sequence[str], limit: int) -> list[Run]:
         """Pending runs that are due, and parked ones whose time has come; each gets half, however long the other is."""
-        waits = sorted(
-            (run.wake_at_ms or 0, key)
-            for key in self.due
-            if (run := self.runs[self.ids[key]]).workflow in workflows and (run.wake_at_ms or 0) <= now_ms
-        )
+        parked = self.parked(now_ms, workflows)
         pending = [
             run
             for run in self.pending_runs()
             if run.workflow in workflows and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
         ]
-        due = [self.runs[self.ids[key]] for _, key in waits[: max((limit + 1) // 2, limit - len(pending))]]
-        return [*due, *pending][:limit]
+        return [*parked[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
+
+    def parked(self, now_ms: int, workflows: Sequence[str]) -> list[Run]:
+        """The parked runs whose time has come, the longest due first."""
+        waits = [
+            (run.wake_at_ms or 0, key, run)
+            for key in self.due
+            if (run := self.runs[self.ids[key]]).workflow in workflows and (run.wake_at_ms or 0) <= now_ms
+        ]
+        return [run for _, _, run in sorted(waits, key=itemgetter(0, 1))]
 
     def renew(self, worker_key: int, now_ms: int) -> bool:
         """Extend a lease."""
@@ -405,6 +411,12 @@ class MemoryStore:
                 self._db.keep(run)
                 taken.append((run, replace(head)))
             return taken
+
+    async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
+        """Parked runs whose time has come."""
+        with self._db.lock:
+            found = self._db.parked(self.now_ms(), workflows)[:MOST_WRITTEN]
+            return [(run.run_id, self._heads[run.run_key].version) for run in found]
 
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""

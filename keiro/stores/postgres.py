@@ -48,6 +48,7 @@ from keiro.stores.pq import Connection, ConnectionLost, Param, Result, Statement
 from keiro.stores.recorders.postgres import (
     PostgresFactory as PostgresFactory,  # the module serves as PERSISTENCE_MODULE too
 )
+from keiro.stores.sets import gathered
 from keiro.stores.sql import MUTABLE, Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 
@@ -73,16 +74,19 @@ _NOW: Final = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCK: Final = f"l AS MATERIALIZED (SELECT pg_advisory_xact_lock({LOCK_KEY}))"
 _EVENT: Final = "(run_key, version, event_id, topic, payload, recorded_at_ms)"
 
+# IS TRUE keeps a condition from being looked up by: every run of a worker has its owner in common.
 # The three batches of one command that a run consists of, without arrays: a run on its own is nothing else.
 _STEP: Final = (
     f"WITH {_LOCK}, u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + 1 FROM l"
-    " WHERE h.run_key = $1 AND h.version = $2 AND h.owner = $3 AND h.epoch = $4 RETURNING h.run_key, h.version)"
+    " WHERE h.run_key = $1 AND h.version = $2 AND (h.owner = $3) IS TRUE AND h.epoch = $4"
+    " RETURNING h.run_key, h.version)"
     f" INSERT INTO keiro.keiro_journal {_EVENT}"
     " SELECT u.run_key, u.version, $5, $6, $7, $8 FROM u RETURNING run_key"
 )
 _END: Final = (
     f"WITH {_LOCK}, u AS (UPDATE keiro.keiro_run_heads h SET version = h.version + 1, owner = NULL FROM l"
-    " WHERE h.run_key = $1 AND h.version = $2 AND h.owner = $3 AND h.epoch = $4 RETURNING h.run_key, h.version),"
+    " WHERE h.run_key = $1 AND h.version = $2 AND (h.owner = $3) IS TRUE AND h.epoch = $4"
+    " RETURNING h.run_key, h.version),"
     f" r AS (UPDATE keiro.keiro_runs r SET {', '.join(f'{c} = ${n}' for n, c in enumerate(MUTABLE, 9))}"
     " FROM u WHERE r.run_key = u.run_key)"
     f" INSERT INTO keiro.keiro_journal {_EVENT}"
@@ -112,7 +116,7 @@ def _batch_sql(starts: bool, rows: bool) -> str:
         " owner = CASE WHEN t.gives_up THEN NULL ELSE h.owner END"
         " FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bool[])"
         " AS t(run_key, version, owner, epoch, n, gives_up), l"
-        " WHERE h.run_key = t.run_key AND h.version = t.version AND h.owner = t.owner AND h.epoch = t.epoch"
+        " WHERE h.run_key = t.run_key AND h.version = t.version AND (h.owner = t.owner) IS TRUE AND h.epoch = t.epoch"
         " RETURNING h.run_key)",
         # $7..$12: the events
         "e AS (SELECT e.* FROM unnest($7::bigint[], $8::bigint[], $9::uuid[], $10::text[], $11::text[], $12::bigint[])"
@@ -808,9 +812,14 @@ class PostgresStore:
             return []
         return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms()))
 
+    async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
+        """Parked runs whose time has come."""
+        rows = await self._select(*self._sql.due(workflows, self.now_ms()))
+        return [(run_id, int(version)) for run_id, version in rows]
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
-        ((found,),) = await self._select(*self._sql.due(workflows))
+        ((found,),) = await self._select(*self._sql.next_due(workflows))
         return None if found is None else int(found)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
@@ -882,11 +891,13 @@ async def _drive(conn: Connection, program: Program[T], *, typed: bool = False) 
         statements = next(program)
         while True:
             try:
-                results = await conn.pipeline([(_numbered(sql), adapted(values)) for sql, values in statements])
+                sent = list(gathered([(sql, adapted(values)) for sql, values in statements], array))
+                results = await conn.pipeline([(_numbered(one.sql), one.params) for one in sent])
             except Exception as error:
                 statements = program.throw(error)
             else:
-                statements = program.send([list(loaded(result)) for result in results])
+                answers = zip(sent, results, strict=True)
+                statements = program.send([rows for one, result in answers for rows in one.apart(list(loaded(result)))])
     except StopIteration as stop:
         value: T = stop.value
         return value

@@ -8,6 +8,7 @@ them. A program runs under the journal lock where it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from keiro.codec import Codec
@@ -16,7 +17,8 @@ from keiro.errors import StoreError
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
-from keiro.stores.base import LEASE_MS, MOST_CLAIMED, Incarnation, WorkerRow
+from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Incarnation, WorkerRow
+from keiro.stores.sets import PerRow, inserted, updated
 from keiro.stores.work import execute
 
 Row: TypeAlias = tuple[Any, ...]
@@ -40,15 +42,12 @@ MUTABLE: Final = (
     "cancel_requested_at_ms",
     "handoff_run_id",
 )
-_INTEGERS: Final = frozenset(
-    i
-    for i, name in enumerate(RUN_COLUMNS)
-    if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
+_INTEGERS: Final = tuple(
+    name for name in RUN_COLUMNS if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
 )
 MOST_KEYS: Final = 10_000
 """Of so many runs a statement speaks at most: Postgres takes 65 535 parameters, SQLite 32 766."""
 _STATUSES: Final = frozenset(Status)
-_SEALED: Final = frozenset(i for i, name in enumerate(RUN_COLUMNS) if name in PAYLOAD_COLUMNS)
 
 
 class Tables:
@@ -83,8 +82,6 @@ class Tables:
             f"INSERT INTO {journal} (run_key, version, event_id, topic, payload, recorded_at_ms)"
             f" VALUES ({born}, ?, ?, ?, ?, ?)"
         )
-        self.update_born_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = {born}"
-        self.update_born = f"UPDATE {runs} SET {', '.join(f'{c} = ?' for c in MUTABLE)} WHERE run_id = ?"
         self.load = (
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
             " WHERE r.run_id = ?"
@@ -176,6 +173,11 @@ class Tables:
         )
         self.paced = queue("r.status = 'pending' AND r.next_attempt_at_ms <= ?", "r.next_attempt_at_ms")
         self.parked = queue("r.status = 'suspended' AND r.wake_at_ms <= ?", "r.wake_at_ms")
+        self.due = (
+            f"SELECT * FROM (SELECT r.run_id, h.version, r.wake_at_ms FROM {runs} r JOIN {heads} h"
+            " ON h.run_key = r.run_key WHERE r.workflow = ? AND r.status = 'suspended' AND r.wake_at_ms <= ?"
+            f" ORDER BY r.wake_at_ms LIMIT {MOST_WRITTEN}) AS q"
+        )
         oldest = those.format(found="SELECT run_key FROM ({queues}) a ORDER BY run_key LIMIT " + str(MOST_CLAIMED))
         self.found = (
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
@@ -222,12 +224,69 @@ class Tables:
             " WHERE r.run_id IN ({names}) AND r.status IN ('completed', 'failed', 'cancelled')"
         )
 
+        if schema:
+            self._over_arrays(run, stored)
+
+    def _over_arrays(self, run: str, stored: str) -> None:
+        """What a unit of work asks and writes of one run, also for many at once."""
+        runs, heads, journal = self.runs, self.heads, self.journal
+        first, second = itemgetter(0), itemgetter(1)
+        names = ", ".join(_WRITTEN)
+        self.insert_run = PerRow.of(
+            self.insert_run,
+            _WRITTEN,
+            f"INSERT INTO {runs} ({names}) SELECT {names} FROM {{t}} ORDER BY n RETURNING run_key, run_id",
+            first,
+            second,
+        )
+        owned = f"SELECT {run}, h.version, h.owner, h.epoch"
+        self.load = PerRow.of(
+            self.load,
+            ["run_id"],
+            f"{owned} FROM {{t}} JOIN {runs} r ON r.run_id = t.run_id JOIN {heads} h ON h.run_key = r.run_key",
+            first,
+            itemgetter(RUN_COLUMNS.index("run_id")),
+        )
+        self.newest = PerRow.of(
+            self.newest,
+            ["lineage_id"],
+            f"{owned} FROM {{t}} CROSS JOIN LATERAL (SELECT * FROM {runs} r WHERE r.lineage_id = t.lineage_id"
+            " AND r.round_ordinal > 0 ORDER BY r.round_ordinal DESC LIMIT 1) r"
+            f" JOIN {heads} h ON h.run_key = r.run_key",
+            first,
+            itemgetter(RUN_COLUMNS.index("lineage_id")),
+        )
+        self.load_event = PerRow.of(
+            self.load_event,
+            ["run_id", "event_id"],
+            f"SELECT {stored}, r.run_id FROM {{t}} JOIN {runs} r ON r.run_id = t.run_id"
+            # Joined, a plan may go through all events of a long run for each id, by the index that sorts them.
+            f" CROSS JOIN LATERAL (SELECT * FROM {journal} j WHERE j.run_key = r.run_key"
+            " AND j.event_id = t.event_id LIMIT 1) j",
+            lambda values: (values[0], _id_bytes(values[1])),
+            lambda row: (row[7], _id_bytes(row[3])),
+        )
+        event = ("version", "event_id", "topic", "payload", "recorded_at_ms")
+        self.insert_event = inserted(self.insert_event, journal, ("run_key", *event))
+        of_born = f"FROM {{t}} JOIN {runs} r ON r.run_id = t.run_id ORDER BY t.n"
+        for name, table, columns in (
+            ("insert_born_event", journal, event),
+            ("insert_born_head", heads, ("version", "owner", "epoch")),
+        ):
+            listed = ", ".join(f"t.{column}" for column in columns)
+            insert = f"INSERT INTO {table} (run_key, {', '.join(columns)}) SELECT r.run_key, {listed} {of_born}"
+            setattr(self, name, PerRow.of(getattr(self, name), ["run_id", *columns], insert))
+        self.update_head = updated(self.update_head, heads, ("version", "owner"), ("run_key",))
+        self.update_run = updated(self.update_run, runs, MUTABLE, ("run_key",))
+
 
 class Sql:
     """Rows to structs and back, and the store's transactions as programs, for one dialect."""
 
     def __init__(self, schema: str, codec: Codec) -> None:
         self.schema = schema
+        self.remote = bool(schema)
+        """Whether a statement is a round trip, so that what is needed had better be foreseen."""
         self.text = Tables(schema)
         self.seal = self._seal = codec.seal
         self.unseal = self._open = codec.open
@@ -252,12 +311,14 @@ class Sql:
 
     def to_run(self, row: Row) -> Run:
         """A row of `keiro_runs`."""
-        values: dict[str, Any] = {}
-        for i, name in enumerate(RUN_COLUMNS):
-            value = row[i]
-            if value is not None:
-                value = int(value) if i in _INTEGERS else self._open(value) if i in _SEALED else value
-            values[name] = value
+        values: dict[str, Any] = dict(zip(RUN_COLUMNS, row, strict=False))
+        if type(row[0]) is not int:  # a driver that gives everything as text
+            for name in _INTEGERS:
+                if values[name] is not None:
+                    values[name] = int(values[name])
+        for name in PAYLOAD_COLUMNS:
+            if values[name] is not None:
+                values[name] = self._open(values[name])
         if values["status"] not in _STATUSES:
             # Whatever it means, it must not look as if the run could go on.
             raise StoreError(
@@ -401,7 +462,15 @@ class Sql:
         values = [value for name in workflows for value in (name, name, now, name, now)]
         return f"SELECT 1 FROM ({queues}) a LIMIT 1", values
 
-    def due(self, workflows: Sequence[str]) -> Statement:
+    def due(self, workflows: Sequence[str], now: int) -> Statement:
+        """The parked runs whose time has come, the longest due first; at most `MOST_WRITTEN`."""
+        if not workflows:
+            return "SELECT 1 WHERE 1 = 0", ()
+        queues = " UNION ALL ".join([self.text.due] * len(workflows))
+        values = [value for name in workflows for value in (name, now)]
+        return f"SELECT run_id, version FROM ({queues}) a ORDER BY wake_at_ms LIMIT {MOST_WRITTEN}", values
+
+    def next_due(self, workflows: Sequence[str]) -> Statement:
         """When the next paced or parked run is due."""
         if not workflows:
             return "SELECT NULL", ()

@@ -14,6 +14,9 @@ from asyncio import Future
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -44,7 +47,7 @@ from keiro.stores.faults import is_busy, sqlite_fault
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
 from keiro.stores.recorders.sqlite import SQLiteFactory as SQLiteFactory  # the module serves as PERSISTENCE_MODULE too
-from keiro.stores.sql import Execute, Program, Sql
+from keiro.stores.sql import Execute, Program, Row, Sql, Statement
 from keiro.stores.transaction import GatedQueue, Snapshot
 from keiro.stores.wake import WakeSocket
 
@@ -53,6 +56,8 @@ T = TypeVar("T")
 BUSY_RETRY_S: Final = 0.0003
 BUSY_LIMIT_S: Final = 30.0
 LOOK_S: Final = 1.0
+MANY: Final = 4
+"""From so many rows on, one call for all of them costs less."""
 _SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
 
 
@@ -379,12 +384,11 @@ class SQLiteStore:
         done.touched += touched
 
     def _drive(self, program: Program[T]) -> T:
-        execute = self._conn.execute
         try:
             statements = next(program)
             while True:
                 try:
-                    results = [execute(sql, values).fetchall() for sql, values in statements]
+                    results = self._results(statements)
                 except Exception as error:
                     statements = program.throw(error)
                 else:
@@ -392,6 +396,20 @@ class SQLiteStore:
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+    def _results(self, statements: Sequence[Statement]) -> list[list[Row]]:
+        execute = self._conn.execute
+        if len(statements) < MANY:
+            return [execute(sql, values).fetchall() for sql, values in statements]
+        results: list[list[Row]] = []
+        for sql, group in groupby(statements, key=itemgetter(0)):
+            rows = [values for _, values in group]
+            if len(rows) >= MANY and _gives_nothing(sql):
+                self._conn.executemany(sql, rows)
+                results += [[]] * len(rows)
+            else:
+                results += [execute(sql, values).fetchall() for values in rows]
+        return results
 
     async def _locked(self, program: Callable[[], Program[T]]) -> T:
         """Run a writing program in a transaction of its own, waiting while another process holds the lock."""
@@ -540,9 +558,13 @@ class SQLiteStore:
             return []
         return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms()))
 
+    async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
+        """Parked runs whose time has come."""
+        return [(run_id, version) for run_id, version in self._select(*self._sql.due(workflows, self.now_ms()))]
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
-        found: int | None = self._select(*self._sql.due(workflows))[0][0]
+        found: int | None = self._select(*self._sql.next_due(workflows))[0][0]
         return found
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
@@ -574,6 +596,11 @@ class SQLiteStore:
     async def adopt_orphans(self) -> bool:
         """Make pending what is owned by no listed worker."""
         return await self._locked(self._sql.adopt_orphans)
+
+
+@lru_cache(maxsize=256)
+def _gives_nothing(sql: str) -> bool:
+    return sql.startswith(("INSERT", "UPDATE", "DELETE")) and "RETURNING" not in sql
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ and what they write goes in another, however many they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from keiro.decisions import (
     Children,
     Command,
     Completions,
+    Deciding,
     Decision,
     Existing,
     InputDiffers,
@@ -34,6 +36,7 @@ from keiro.identity import parse_run_id
 from keiro.projections.waits import SEALED, TIMESTAMPS, Change, Forget, Put, timestamp
 from keiro.projections.waits import Set as SetColumns
 from keiro.rows import Head, Run
+from keiro.stores.sets import deleted, inserted, updated
 
 if TYPE_CHECKING:
     from keiro.stores.sql import Program, Row, Sql, Statement
@@ -42,7 +45,10 @@ if TYPE_CHECKING:
 def execute(sql: Sql, commands: Sequence[Command]) -> Program[list[Decision]]:
     """Decide and write commands one after the other; the decisions, with the keys that rows of new runs were given."""
     work = _Work(sql)
-    yield from work.load([first_need(command) for command in commands])
+    if sql.remote and len(commands) > 1:
+        yield from work.foresee(commands)
+    else:
+        yield from work.load([first_need(command) for command in commands])
     decisions: list[Decision] = []
     for command in commands:
         deciding = decide(command)
@@ -89,64 +95,90 @@ class _Work:
                 return lineage_id in self._newest
         return False
 
+    def foresee(self, commands: Sequence[Command]) -> Program[None]:
+        """Load what the decisions will ask for, one question of all commands in each round trip.
+
+        They are tried, on what is there before any of them, and forgotten: those that count are made in order, and ask
+        again where an earlier command has changed what they have to know.
+        """
+        asking = [(deciding, next(deciding)) for deciding in map(decide, commands)]
+        while asking:
+            asking = [(deciding, need) for deciding, need in asking if isinstance(need, One | Newest)]
+            yield from self.load([need for _, need in asking])
+            further: list[tuple[Deciding, Need]] = []
+            for deciding, need in asking:
+                with suppress(StopIteration):
+                    further.append((deciding, deciding.send(self.answer(need))))
+            asking = further
+
     def load(self, needs: Sequence[Need]) -> Program[None]:
         """Load what is not known yet."""
         if any(isinstance(need, Completions | Children | Acted) for need in needs):
             yield from self.flush()  # what the batch has written so far is part of the answer
         text = self._sql.text
-        statements: list[Statement] = []
-        asked: list[Need] = []
-        for need in dict.fromkeys(needs):
-            if self.has(need):
-                continue
-            asked.append(need)
+        runs: dict[str, None] = {}
+        events: dict[tuple[str, bytes], None] = {}
+        overtaken: dict[tuple[str, int], None] = {}
+        newest: dict[str, None] = {}
+        listed: dict[Need, Statement] = {}
+        for need in needs:
             match need:
+                case _ if self.has(need):
+                    pass
                 case One(run_id, event_id, after):
-                    statements.append((text.load, (run_id,)))
-                    if event_id is not None:
-                        statements.append((text.load_event, (run_id, event_id)))
+                    if run_id not in self._runs:
+                        runs[run_id] = None
+                    if event_id is not None and (run_id, event_id) not in self._present:
+                        events[run_id, event_id] = None
                     if after is not None:
-                        statements.append((text.overtaken, (run_id, after)))
+                        overtaken[run_id, after] = None
                 case Newest(lineage_id):
-                    statements += [(text.load, (lineage_id,)), (text.newest, (lineage_id,))]
+                    newest[lineage_id] = None
+                    if lineage_id not in self._runs:
+                        runs[lineage_id] = None
                 case Completions(run_id):
-                    statements.append((text.completions, (run_id,)))
+                    listed[need] = (text.completions, (run_id,))
                 case Children(lineage_id, ended):
                     of = parse_run_id(lineage_id)
-                    statements.append((text.ended_children if ended else text.children, (of.key, of.workflow)))
+                    listed[need] = (text.ended_children if ended else text.children, (of.key, of.workflow))
                 case Acted(run_id, after):
-                    statements.append((text.acted, (run_id, after)))
+                    listed[need] = (text.acted, (run_id, after))
+        # Equal statements stand together: a store may make one of them.
+        statements: list[Statement] = [(text.load, (run_id,)) for run_id in runs]
+        statements += [(text.newest, (lineage_id,)) for lineage_id in newest]
+        statements += [(text.load_event, key) for key in events]
+        statements += [(text.overtaken, key) for key in overtaken]
+        statements += listed.values()
         if not statements:
             return
         results = iter((yield statements))
-        for need in asked:
-            self._loaded(need, results)
+        for run_id in runs:
+            self._know(run_id, next(results))
+        for lineage_id in newest:
+            last = next(results)
+            found = lineage_id if self._runs[lineage_id] is not None else None
+            if last:
+                run, head = self._sql.to_owned(last[0])
+                found = run.run_id
+                # What the batch has made of the run counts, not what was loaded again.
+                self._runs.setdefault(found, (run, head))
+            self._newest.setdefault(lineage_id, found)
+        for key in events:
+            stored = next(results)
+            self._present.setdefault(key, self._sql.to_stored(stored[0]) if stored else None)
+        for run_id, after in overtaken:
+            since = self._user_events.get(run_id, 0) > after
+            self._overtaken[run_id, after] = bool(next(results)) or since
+        for need in listed:
+            self._listed[need] = self._list(need, next(results))
 
-    def _loaded(self, need: Need, results: Any) -> None:
+    def _list(self, need: Need, rows: Sequence[Row]) -> Any:
         match need:
-            case One(run_id, event_id, after):
-                self._know(run_id, next(results))
-                if event_id is not None:
-                    found = next(results)
-                    key = (run_id, event_id)
-                    self._present.setdefault(key, self._sql.to_stored(found[0]) if found else None)
-                if after is not None:
-                    since = self._user_events.get(run_id, 0) > after
-                    self._overtaken[run_id, after] = bool(next(results)) or since
-            case Newest(lineage_id):
-                first, last = next(results), next(results)
-                self._know(lineage_id, first)
-                newest = lineage_id if self._runs[lineage_id] is not None else None
-                if last:
-                    newest = self._sql.to_run(last[0]).run_id
-                    self._know(newest, last)
-                self._newest.setdefault(lineage_id, newest)
             case Completions():
-                self._listed[need] = [(row[0], self._sql.unseal(row[1])) for row in next(results)]
-            case Acted():
-                self._listed[need] = bool(next(results))
+                return [(row[0], self._sql.unseal(row[1])) for row in rows]
             case Children():
-                self._listed[need] = [self._sql.to_run(row) for row in next(results)]
+                return [self._sql.to_run(row) for row in rows]
+        return bool(rows)
 
     def _know(self, run_id: str, rows: Sequence[Row]) -> None:
         # What the batch has made of the run counts, not what was loaded again.
@@ -192,48 +224,69 @@ class _Work:
             self._writes.append(write)
 
     def flush(self) -> Program[None]:
-        """Write what was decided since the last time."""
+        """Write what was decided since the last time: of each run its events, and once how it stands after them."""
         writes, self._writes = self._writes, []
         if not writes:
             return
         text, sql = self._sql.text, self._sql
-        statements: list[Statement] = []
-        births: list[tuple[int, str]] = []
+        first: dict[str, Write] = {}
+        last: dict[str, Write] = {}
         for write in writes:
-            run, head = write.run, write.head
-            key = run.run_key or self._keys.get(run.run_id, 0)
-            if write.before is None:
-                births.append((len(statements), run.run_id))
-                statements.append((text.insert_run, sql.run_values(run)))
-                statements.append((text.insert_born_head, (run.run_id, head.version, head.owner, head.epoch)))
-            elif key:
-                statements.append((text.update_head, (head.version, head.owner, key)))
-            else:  # born in this very batch
-                statements.append((text.update_born_head, (head.version, head.owner, run.run_id)))
-            if write.before is not None and run is not write.before:
-                *values, _ = sql.changed_values(run)
-                statements.append(
-                    (text.update_run, [*values, key]) if key else (text.update_born, [*values, run.run_id])
-                )
-            insert = text.insert_event if key else text.insert_born_event
-            statements += [
-                (
-                    insert,
-                    (
-                        key or run.run_id,
-                        version,
-                        one.event_id,
-                        one.event.TOPIC,
-                        sql.seal(one.payload),
-                        write.at_ms,
-                    ),
-                )
-                for version, one in enumerate(write.events, head.version - len(write.events) + 1)
-            ]
-            statements += [self._change(change) for change in write.changes()]
+            first.setdefault(write.run_id, write)
+            last[write.run_id] = write
+        births = [run_id for run_id, write in first.items() if write.before is None]
+        known = {
+            run_id: last[run_id].run.run_key or self._keys[run_id]
+            for run_id, write in first.items()
+            if write.before is not None
+        }
+        # Equal statements stand together: a store may make one of them.
+        statements: list[Statement] = [(text.insert_run, sql.run_values(last[run_id].run)) for run_id in births]
+        heads = [(run_id, last[run_id].head) for run_id in births]
+        statements += [(text.insert_born_head, (name, head.version, head.owner, head.epoch)) for name, head in heads]
+        for run_id, key in known.items():
+            head = last[run_id].head
+            statements.append((text.update_head, (head.version, head.owner, key)))
+        for run_id, key in known.items():
+            if last[run_id].run is not first[run_id].before:
+                *values, _ = sql.changed_values(last[run_id].run)
+                statements.append((text.update_run, [*values, key]))
+        appended: list[Statement] = []
+        born: list[Statement] = []
+        for write in writes:
+            run_id = write.run_id
+            for version, one in enumerate(write.events, write.head.version - len(write.events) + 1):
+                event = (version, one.event_id, one.event.TOPIC, sql.seal(one.payload), write.at_ms)
+                if run_id in known:
+                    appended.append((text.insert_event, (known[run_id], *event)))
+                else:
+                    born.append((text.insert_born_event, (run_id, *event)))
+        statements += appended
+        statements += born  # after the events of those who bore them
+        statements += self._changes(writes)
         results = yield statements
-        for place, run_id in births:
+        for place, run_id in enumerate(births):
             self._keys[run_id] = int(results[place][0][0])
+
+    def _changes(self, writes: Sequence[Write]) -> list[Statement]:
+        """The changes of other rows, equal statements together; those of the same rows stay in order."""
+        waves: list[tuple[str, list[Statement]]] = []
+        latest: dict[tuple[Any, ...], int] = {}
+        for write in writes:
+            for change in write.changes():
+                statement = self._change(change)
+                # All clocks of a run are addressed by the first two columns of their key.
+                rows = (change.table, *list(change.key.values())[:2])
+                after = latest.get(rows, -1)
+                for at in range(after + 1, len(waves)):
+                    if waves[at][0] == statement[0]:
+                        break
+                else:
+                    at = len(waves)
+                    waves.append((statement[0], []))
+                waves[at][1].append(statement)
+                latest[rows] = at
+        return [statement for _, wave in waves for statement in wave]
 
     def _change(self, change: Change) -> Statement:
         text, schema = _change_text, self._sql.schema
@@ -275,13 +328,23 @@ class _Work:
 def _change_text(
     schema: str, verb: str, table: str, keys: tuple[str, ...], columns: tuple[str, ...], unless_set: str | None
 ) -> str:
-    where = " AND ".join(f"{name} = ?" for name in keys)
+    name = f"{schema}{table}"
+    where = " AND ".join(f"{column} = ?" for column in keys)
+    condition = ""
     if verb == "forget":
-        return f"DELETE FROM {schema}{table} WHERE {where}"
-    if verb == "put":
-        names = (*keys, *columns)
-        marks = ", ".join("?" * len(names))
-        return f"INSERT INTO {schema}{table} ({', '.join(names)}) VALUES ({marks}) ON CONFLICT DO NOTHING"
-    if unless_set is not None:
-        where += f" AND {unless_set} IS NULL"
-    return f"UPDATE {schema}{table} SET {', '.join(f'{name} = ?' for name in columns)} WHERE {where}"
+        one = f"DELETE FROM {name} WHERE {where}"
+    elif verb == "put":
+        marks = ", ".join("?" * len((*keys, *columns)))
+        one = f"INSERT INTO {name} ({', '.join((*keys, *columns))}) VALUES ({marks}) ON CONFLICT DO NOTHING"
+    else:
+        condition = "" if unless_set is None else f" AND {{}}{unless_set} IS NULL"
+        sets = ", ".join(f"{column} = ?" for column in columns)
+        one = f"UPDATE {name} SET {sets} WHERE {where}{condition.format('')}"
+    if not schema:
+        return one
+    match verb:
+        case "forget":
+            return deleted(one, name, keys)
+        case "put":
+            return inserted(one, name, (*keys, *columns), " ON CONFLICT DO NOTHING")
+    return updated(one, name, columns, keys, condition.format("o."))

@@ -269,10 +269,10 @@ class _Held(Waits):
 
     _driver: _Replaying
 
-    async def over(self, kind: str, step: str, due_ms: int | None = None) -> bool:
+    async def over(self, kind: str, step: str, due_ms: int | None = None, clock: str | None = None) -> bool:
         return await self._driver.hold(step)
 
-    async def command(self, step: str, due_ms: int | None) -> bool:
+    async def command(self, step: str, due_ms: int | None, clock: str) -> bool:
         return await self._driver.hold(step)
 
 

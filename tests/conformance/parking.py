@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import keiro
-from keiro.decisions import Append, Outcome
+from keiro.decisions import Append, Fire, Outcome
 from keiro.events import Event, StateChanged, StepRecorded, Wait
 
 
@@ -58,6 +58,12 @@ def is_park(command: object) -> bool:
         and isinstance(command.events[0].event, StateChanged)
         and command.events[0].event.state == "suspended"
     )
+
+
+def is_timeout(command: object) -> bool:
+    """Whether this records that the time of a wait is over: by whoever drives the run, or for a parked one."""
+    event = command.events[0].event if isinstance(command, Append) else None
+    return isinstance(command, Fire) or (isinstance(event, StepRecorded) and event.step.startswith("timeout:"))
 
 
 def before_parking(engine: keiro.Engine, act: Callable[[], Awaitable[object]]) -> None:

@@ -10,13 +10,13 @@ import pytest
 import keiro
 from keiro import driver as drivers
 from keiro import waits
-from keiro.decisions import Append
 from keiro.errors import StoreUnavailable
 from keiro.events import StepRecorded
 from tests.conformance.parking import (
     before_parking,
     evicted,
     is_park,
+    is_timeout,
     parked,
     reached,
     recorded,
@@ -612,8 +612,7 @@ async def test_what_comes_just_before_the_timeout_is_recorded_wins(make_engine: 
         held_once: list[Any] = []
 
         def held_back(command: Any) -> Any:
-            event = command.events[0].event if isinstance(command, Append) else None
-            if isinstance(event, StepRecorded) and event.step.startswith("timeout:") and not held_once:
+            if is_timeout(command) and not held_once:
                 held_once.append(command)
 
                 async def send() -> Any:

@@ -9,12 +9,12 @@ import pytest
 
 import keiro
 from keiro import waits
-from keiro.events import StepRecorded
 from tests.conformance.parking import (
     before_parking,
     clocks,
     evicted,
     is_park,
+    is_timeout,
     parked,
     reached,
     recorded,
@@ -180,8 +180,7 @@ async def test_a_command_that_came_before_the_timeout_is_recorded_wins(make_engi
         held: list[Any] = []
 
         def held_back(command: Any) -> Any:
-            event = command.events[0].event if hasattr(command, "events") else None
-            if isinstance(event, StepRecorded) and event.step.startswith("timeout:") and not held:
+            if is_timeout(command) and not held:
                 held.append(command)
 
                 async def send() -> Any:
