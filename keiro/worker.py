@@ -199,7 +199,7 @@ class Worker:
     async def _claim_all(self) -> float:
         began, key = self._store.now_ms(), self.key
         await self._fire_all()
-        while (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
+        while self._claims and (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
             self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:
                 taken = await self._store.claim(key, self._workflows, room)

@@ -292,7 +292,9 @@ class _Replaying(Driver):
         if run.status == Status.SUSPENDED:
             changes = (_decode_state(row.payload) for row in reversed(stored) if row.topic == StateChanged.TOPIC)
             self.parked = next(
-                tuple(wait.step for wait in change.waits) for change in changes if change.state == "suspended"
+                tuple(wait.step for wait in change.waits if wait.kind != "timeout")
+                for change in changes
+                if change.state == "suspended"
             )
 
     @property

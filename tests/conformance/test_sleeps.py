@@ -105,6 +105,36 @@ async def test_wf_105_and_106_a_replay_does_not_set_the_clock_again(make_engine:
         assert ms(await recorded(handle, "sleep:sleep")) >= (clock.due_at_ms or 0)
 
 
+async def test_clocks_of_parked_runs_fire_in_sets_although_there_is_no_room_to_drive_them(
+    make_engine: MakeEngine, at_once: None
+) -> None:
+    """WF-103: all that are due are recorded while another run has the only slot; each goes on once that has ended."""
+    gate = {"entered": asyncio.Event(), "go": asyncio.Event()}
+
+    @keiro.workflow
+    async def holds_the_slot(run: keiro.WorkflowRun) -> None:
+        async def wait() -> None:
+            gate["entered"].set()
+            await gate["go"].wait()
+
+        await run.step(wait)
+
+    async with make_engine(naps, holds_the_slot, concurrency=1) as engine:
+        sleepers = [await engine.start(naps, 0.3, id=str(n)) for n in range(7)]
+        for handle in sleepers:
+            await parked(handle)
+        holder = await engine.start(holds_the_slot)
+        await gate["entered"].wait()
+        for handle in sleepers:
+            await reached(handle, "sleep:sleep")
+            assert await handle.status() == "pending"
+            assert await step_names(handle) == ["note", "sleep:sleep"]
+        gate["go"].set()
+        await holder.result()
+        assert [await handle.result() for handle in sleepers] == [["before", None, "after"]] * 7
+        assert calls.count("after") == 7
+
+
 async def test_wf_108_a_parked_sleeper_is_left_alone_by_every_engine(make_engine: MakeEngine) -> None:
     """WF-108, WF-33: engines that come and go find nothing to do, and write nothing."""
     async with make_engine(sleeps_a_day) as engine:

@@ -25,6 +25,7 @@ from keiro.decisions import (
     Cancel,
     Command,
     Deliver,
+    Fire,
     New,
     Resurrect,
     Retract,
@@ -47,7 +48,7 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture
-from keiro.identity import StepIds, child_result_step, child_step, run_id
+from keiro.identity import StepIds, child_result_step, child_step, run_id, suspended_step
 from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, Spawned, timestamp
 from keiro.rows import Head, Run
 from keiro.stores import open_store
@@ -57,7 +58,10 @@ KEYS = ("a", "b", "ключ")
 STEPS = ("one", "two", "three")
 WORKFLOWS = ("alpha", "beta")
 FAILURE = capture(ValueError("no"))
-FROM_OUTSIDE = ("deliver", "spawn", "spawn", "rotate", "cancel", "resurrect", "retract", "end", "attributes", "nobody")
+FROM_OUTSIDE = (
+    "deliver", "spawn", "spawn", "rotate", "cancel", "resurrect", "retract", "fire", "fire", "end", "attributes",
+    "nobody",
+)  # fmt: skip
 DEFERRED_STEPS = ("awk:a", "awk:b")
 WAIT_COLUMNS = {
     DEFERREDS: "flow_name, execution_id, deferred_name, exit_json, metadata_json, completed_at_ms, consumed_at_ms",
@@ -247,7 +251,8 @@ class Lockstep(RuleBasedStateMachine):
     def look(self, names: set[str]) -> None:
         async def act(world: World) -> Any:
             wanted = sorted(names)
-            return await world.store.next_due_ms(wanted), await world.store.unregistered(wanted)
+            due = [tuple(one) for one in await world.store.due(wanted)]
+            return due, await world.store.next_due_ms(wanted), await world.store.unregistered(wanted)
 
         self.everywhere(act)
 
@@ -333,7 +338,7 @@ class Lockstep(RuleBasedStateMachine):
         if of not in known:
             return Append(of, (new(StepRecorded(step=step, result=msgspec.Raw(b"1")), event_id),), self.now)
         run, head = known[of]
-        events = self.made(run, kind, step, event_id)
+        events = self.made(run, kind, step, event_id, versions.get(of, head.version))
         if who == "nobody" or head.owner is None:
             seen = max(head.version - 1, 0) if kind == "said" else None
             return Append(of, events, self.now, run.run_key, expected=seen)
@@ -353,7 +358,7 @@ class Lockstep(RuleBasedStateMachine):
             alone=kind not in ("sleep", "clock", "token") and not (after.terminal and run.parent_run_id is not None),
         )
 
-    def made(self, run: Run, kind: str, step: str, event_id: bytes) -> tuple[New, ...]:
+    def made(self, run: Run, kind: str, step: str, event_id: bytes, version: int = 0) -> tuple[New, ...]:
         ids = StepIds(run.workflow, run.key, run.round_ordinal)
         recorded = {"step": step, "sleep": f"sleep:{step}", "token": "awkid:a"}
         if kind in recorded:
@@ -374,7 +379,9 @@ class Lockstep(RuleBasedStateMachine):
             case "park":
                 listens = (Wait(kind="until", step="until:1"),) if step == "one" else ()
                 asleep = (sleep,) if step != "three" else ()
-                waits = (Wait(kind="deferred", step="awk:a"), *asleep, *listens)
+                limit = Wait(kind="timeout", step="timeout:awk:a", due_at_ms=self.now + 2_000)
+                waits = (Wait(kind="deferred", step="awk:a"), limit, *asleep, *listens)
+                event_id = ids(suspended_step(version))
                 event = StateChanged(state="suspended", waits=waits)
             case "clock":
                 event = StateChanged(state="clock_scheduled", waits=(sleep,))
@@ -439,6 +446,8 @@ class Lockstep(RuleBasedStateMachine):
         }
         ids = StepIds(run.workflow, run.key, run.round_ordinal)
         match kind:
+            case "fire":
+                return Fire(last, head.version - (who == "late"), self.now)
             case "spawn":
                 name, child = WORKFLOWS[n % 2], KEYS[n // 2]
                 policy = "detach" if child == "b" else "cancel"
