@@ -45,6 +45,8 @@ from keiro.scope import Deferred as Deferred
 from keiro.scope import First as First
 from keiro.scope import ScopedRun as ScopedRun
 
+__version__ = "0.1.0"
+
 __all__ = (
     "Child",
     "ChildCancelled",

@@ -156,6 +156,13 @@ class Fire(msgspec.Struct, frozen=True, gc=False):
     at_ms: int
 
 
+class Collect(msgspec.Struct, frozen=True, gc=False):
+    """Delete a lineage that ended at `before_ms` or earlier and that nobody can ask for any more."""
+
+    run_id: str
+    before_ms: int
+
+
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """A row of the journal. `position` orders all events of the store, `version` those of the run."""
 
@@ -214,8 +221,14 @@ class Acted(msgspec.Struct, frozen=True, gc=False):
     after: int
 
 
-Need: TypeAlias = One | Newest | Completions | Children | Acted
-Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract | Fire
+class Rounds(msgspec.Struct, frozen=True, gc=False):
+    """Asks for all rounds of a lineage: answered with rows, the newest first."""
+
+    lineage_id: str
+
+
+Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds
+Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract | Fire | Collect
 
 
 class Appended(msgspec.Struct, frozen=True, gc=False):
@@ -269,6 +282,12 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class Collected(msgspec.Struct, frozen=True, gc=False):
+    """The lineage is deleted, with all its rounds."""
+
+    rounds: int
+
+
 Outcome: TypeAlias = (
     Appended
     | AlreadyPresent
@@ -279,6 +298,7 @@ Outcome: TypeAlias = (
     | VersionConflict
     | UnknownRun
     | Refused
+    | Collected
 )
 
 
@@ -300,12 +320,13 @@ class Write(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
     a run that its sender owns and may not know of: a start whose first answer was lost. `own` says that the first write
-    is its owner's."""
+    is its owner's. `gone` are the rounds of a lineage that are deleted, the newest first."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
     found: Run | None = None
     own: bool = False
+    gone: tuple[Run, ...] = ()
 
     @property
     def changed(self) -> list[Run]:
@@ -344,6 +365,8 @@ def decide(command: Command) -> Deciding:
             return _retract(command)
         case Fire():
             return _fire(command)
+        case Collect():
+            return _collect(command)
 
 
 def first_need(command: Command) -> Need:
@@ -649,6 +672,45 @@ def _fire(command: Fire) -> Deciding:
         return Decision(VersionConflict(loaded.head.version))
     write = _write(loaded, tuple(events), command.at_ms)
     return Decision(Appended(write.head.version), (write,))
+
+
+def _collect(command: Collect) -> Deciding:
+    kept = yield from _kept(command.run_id, command.before_ms)
+    if kept is not None:
+        return Decision(Refused(kept))
+    rounds: list[Run] = yield Rounds(command.run_id)
+    return Decision(Collected(len(rounds)), gone=tuple(rounds))
+
+
+def _kept(lineage_id: str, before_ms: int) -> Generator[Need, Any, str | None]:
+    """Why a lineage cannot be collected, if it cannot. It depends on no other collection of the same pass, so that a
+    preview lists what will go."""
+    newest: Loaded | None = yield Newest(lineage_id)
+    if newest is None:
+        return "there is no such run"
+    if not newest.run.terminal or newest.run.finished_at_ms is None:
+        return "it has not ended"
+    if newest.run.finished_at_ms > before_ms:
+        return "it ended later"
+    first: Loaded | None = (yield One(lineage_id)) if newest.run.round_ordinal else newest
+    if first is None or first.run.parent_run_id is None:
+        return None
+    parent: Loaded | None = yield Newest(first.run.parent_run_id)
+    if parent is None or parent.run.status in (Status.COMPLETED, Status.CANCELLED):
+        return None
+    ids, key = _ids_of(parent.run), first.run.key
+    spawned: Loaded = yield One(parent.run.run_id, ids(child_step(key)))
+    told: Loaded = yield One(parent.run.run_id, ids(child_result_step(key)))
+    if parent.run.status != Status.FAILED:
+        # A round that has neither was begun after the child had ended and been told of: it does not hold it, or the
+        # children of a run that rotates for ever would stay for ever.
+        return None if spawned.present is None and told.present is None else f"{parent.run.run_id} may ask for it"
+    if spawned.present is None or told.present is not None:
+        return None
+    # Resurrected, the parent would be told then how the child ended: it goes with the parent, not before it.
+    if (yield from _kept(parent.run.lineage_id, before_ms)) is None:
+        return None
+    return f"{parent.run.run_id} has failed and was not told how it ended"
 
 
 def _retracted(

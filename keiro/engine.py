@@ -63,6 +63,7 @@ from keiro.projections.waits import ChildRow, Exit
 from keiro.readmodels import ReadModels
 from keiro.reports import Outage, log, report
 from keiro.repository import RunRepository, repository
+from keiro.retention import Collection, collect
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
 from keiro.stores import open_store, shown
@@ -655,6 +656,17 @@ class Engine:
         """
         self._opened()
         await self._read_models.caught_up(projection, patience(timeout, "caught_up(timeout=...)"))
+
+    async def gc(self, older_than: float | timedelta, *, dry_run: bool = False) -> Collection:
+        """Delete runs that ended at least `older_than` (seconds) ago, each with its rounds, events, waits and
+        snapshots; with `dry_run` only list them. What is deleted is gone for good, and its key may be started anew.
+
+        A child stays while its parent may still ask how it ended; a child that still runs when its parent goes, goes on
+        alone. Small transactions, one after the other: after a crash in between, call it again. Raises `InvalidCall`
+        for an age that is no finite number from 0, `StoreUnavailable` and `StoreBusy`.
+        """
+        self._opened()
+        return await collect(self.store, older_than, dry_run=dry_run)
 
     async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.

@@ -71,6 +71,10 @@ class MemorySnapshots:
         for row in rows:
             self._rows.setdefault(row.originator_id, {})[row.originator_version] = row
 
+    def forget(self, run_id: str) -> None:
+        """Delete the snapshots of a run."""
+        self._rows.pop(run_id, None)
+
 
 class NoSuchRun(RunNotFound, AggregateNotFoundError):
     """No run has this id, or it has no event up to the version asked for."""

@@ -41,6 +41,10 @@ def test_public_names_can_be_imported() -> None:
     assert len(set(keiro.__all__)) == len(keiro.__all__)
 
 
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert f'version = "{keiro.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_modules_depend_in_one_direction() -> None:
     ranked = [
         (module, imported)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+import keiro
 from keiro.cli import operations, output
 from keiro.cli.driving import GRACE_S, driven, load_module, load_workflow, parse_input
 from keiro.cli.operating import Told
@@ -27,6 +28,7 @@ from keiro.errors import InvalidCall, KeiroError
 from keiro.mapper import EventMapper
 from keiro.projections.steps import steps
 from keiro.rows import Status
+from keiro.stores.base import wall_ms
 
 app = typer.Typer(
     name="keiro",
@@ -49,9 +51,16 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, nothing is cha
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"keiro {keiro.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[_ToStandardError()])
@@ -161,6 +170,23 @@ def show(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
     output.run(found, rows, as_json)
 
 
+@app.command("steps")
+def list_steps(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List the steps of a run, with their attempts and durations."""
+    with _reporting(), reading(url) as journal:
+        mapper = EventMapper()
+        rows = steps(mapper.decode_row(event, run_id) for event in journal.events(journal.run(run_id)))
+    output.steps(rows, as_json)
+
+
+@app.command()
+def workers(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List the engines that are open on this journal, with their leases and how many runs each drives."""
+    with _reporting(), reading(url) as journal:
+        found = journal.workers()
+    output.workers(found, wall_ms(), as_json)
+
+
 @app.command()
 def journal(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Print the events of a run."""
@@ -253,6 +279,21 @@ def resurrect(
     with _reporting():
         done = asyncio.run(operations.resurrect(url, run_id, reason, yes=yes))
     output.told(done, as_json, yes=yes)
+
+
+@app.command()
+def gc(
+    older_than: Annotated[str, typer.Option(metavar="AGE", help="Since their end: 90s, 15m, 12h, 30d or 8w.")],
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Delete runs that ended long ago, with all there is of them. Without --yes only list them."""
+    with _reporting():
+        found = asyncio.run(operations.gc(url, older_than, yes=yes))
+    output.collected(found, as_json, yes=yes)
+    if found.failed:
+        sys.exit(1)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from keiro.cli.operating import Node, Told
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.identity import lineage_of
+from keiro.retention import Collection
 from keiro.rows import Run, Status
 
 
@@ -82,6 +83,25 @@ async def resurrect(url: str, run_id: str, reason: str | None, *, yes: bool) -> 
             return Told(run_id, "would_resurrect", (run.run_id,))
         done = await engine.resurrect(run_id, reason=reason)
     return Told(run_id, "resurrected" if done else "not_failed", (run.run_id,) if done else ())
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def age(text: str) -> float:
+    """A duration in seconds: `90`, `90s`, `15m`, `12h`, `30d` or `8w`. Raises `InvalidCall`."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        return float(number) * _UNITS[unit]
+    except ValueError:
+        raise InvalidCall(f"{text!r} is no duration: write for example 90s, 15m, 12h, 30d or 8w") from None
+
+
+async def gc(url: str, older_than: str, *, yes: bool) -> Collection:
+    """Delete runs that ended long ago, or list those that would be deleted."""
+    seconds = age(older_than)
+    async with client(url) as engine:
+        return await engine.gc(seconds, dry_run=not yes)
 
 
 async def tree(url: str, run_id: str) -> Node:

@@ -25,8 +25,10 @@ from keiro.decisions import Stored
 from keiro.failures import Failure, describe
 from keiro.projections.steps import StepRow
 from keiro.projections.waits import ChildRow
+from keiro.retention import Collection
 from keiro.rows import PAYLOAD_COLUMNS, Run
 from keiro.stores import shown as shown_url
+from keiro.stores.base import WorkerRow
 
 _STYLES: Final = {"failed": "red", "cancelled": "yellow", "completed": "green", "succeeded": "green"}
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -139,22 +141,25 @@ def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
     if found.failure_json is not None:
         rows += ["failure:", *(f"  {line}" for line in _failure_lines(found.failure_json))]
     if steps:
-        shown = [
-            (
-                step.status,
-                "" if step.started_at_ms is None else _time(step.started_at_ms),
-                "" if step.duration_ms is None else _ms(step.duration_ms),
-                str(step.attempt),
-                step.step,
-                _outcome(step),
-            )
-            for step in steps
-        ]
-        titles = ("status", "started", "took", "attempt", "step", "result")
-        rows += ["", *_table(titles, shown, right=("took", "attempt"))]
+        rows += ["", *_step_table(steps)]
     else:
         rows += ["", "no steps"]
     lines(rows)
+
+
+def _step_table(steps: list[StepRow]) -> Iterable[str | Text]:
+    shown = [
+        (
+            step.status,
+            "" if step.started_at_ms is None else _time(step.started_at_ms),
+            "" if step.duration_ms is None else _ms(step.duration_ms),
+            str(step.attempt),
+            step.step,
+            _outcome(step),
+        )
+        for step in steps
+    ]
+    return _table(("status", "started", "took", "attempt", "step", "result"), shown, right=("took", "attempt"))
 
 
 def journal(events: list[Stored], as_json: bool) -> None:
@@ -209,6 +214,59 @@ def children(found: Sequence[ChildRow], as_json: bool) -> None:
         note("no children")
     else:
         lines(_table(("status", "created", "run"), [(row.status, row.created_at[:19], row.run_id) for row in found]))
+
+
+def collected(found: Collection, as_json: bool, *, yes: bool) -> None:
+    """What a collection has deleted, or would."""
+    if as_json:
+        result({"deleted": yes, **msgspec.structs.asdict(found)})
+        return
+    lines(found.collected)
+    for run_id, reason in found.failed:
+        note(f"{run_id} could not be deleted: {reason}")
+    held = found.scanned - len(found.collected) - len(found.failed)
+    note(
+        f"{len(found.collected)} {'deleted' if yes else 'would be deleted'}, {found.runs} rounds in all"
+        + (f"; {held} are still held by their parents" if held else "")
+    )
+    if not yes and found.collected:
+        note("nothing was changed: the same command with --yes does it")
+
+
+def steps(found: list[StepRow], as_json: bool) -> None:
+    """The steps of a run."""
+    if as_json:
+        result(found)
+    elif found:
+        lines(_step_table(found))
+    else:
+        note("no steps")
+
+
+def workers(found: Sequence[tuple[WorkerRow, int]], now_ms: int, as_json: bool) -> None:
+    """Workers, with how long their leases last, and how many runs they own."""
+    if as_json:
+        result(
+            [
+                {**msgspec.structs.asdict(row), "runs": runs, "lease_left_ms": row.lease_expires_at_ms - now_ms}
+                for row, runs in found
+            ]
+        )
+    elif not found:
+        note("no workers: nobody drives runs here now")
+    else:
+        rows = [
+            (
+                row.worker_id[:12],
+                str(row.pid),
+                str(runs),
+                _time(row.started_at_ms),
+                _ms(left) if (left := row.lease_expires_at_ms - now_ms) > 0 else "over",
+                row.host.partition("|")[0],
+            )
+            for row, runs in found
+        ]
+        lines(_table(("worker", "pid", "runs", "started", "lease left", "host"), rows, right=("pid", "runs")))
 
 
 def tree(root: Node, as_json: bool) -> None:

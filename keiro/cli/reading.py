@@ -18,6 +18,7 @@ from keiro.errors import InvalidCall, RunNotFound, StoreUnavailable
 from keiro.identity import parse_run_id
 from keiro.rows import Run
 from keiro.stores import open_store
+from keiro.stores.base import WorkerRow
 from keiro.stores.faults import postgres_fault, postgres_target, sqlite_fault
 from keiro.stores.memory import MemoryStore
 from keiro.stores.migrate import POSTGRES, SQLITE, must_upgrade
@@ -37,6 +38,11 @@ class Journal:
     def runs(self, status: str | None, workflow: str | None, limit: int, before: int | None = None) -> list[Run]:
         """Runs, newest first; `before` is the run_key to go on from."""
         return [self._sql.to_run(row) for row in self._rows(*self._sql.list_runs(status, workflow, before, limit))]
+
+    def workers(self) -> list[tuple[WorkerRow, int]]:
+        """The workers of this journal, and how many runs each owns."""
+        workers = self._sql.to_workers(self._rows(self._sql.text.list_workers, ()))
+        return [(one, len(self._rows(self._sql.text.owned, (one.worker_key,)))) for one in workers]
 
     def run(self, run_id: str) -> Run:
         """A run by its id. Raises `RunNotFound`, `InvalidName`."""

@@ -51,6 +51,8 @@ def mended(kept: Run, folded: Run | None, owned: bool) -> Run:
         run_id=kept.run_id,
         created_at_ms=kept.created_at_ms,
         started_at_ms=kept.started_at_ms,
+        # Taken away when the parent was collected, which no event of the child tells.
+        parent_run_id=None if kept.parent_run_id is None else folded.parent_run_id,
         status=Status.RUNNING if folded.status == Status.PENDING and owned else folded.status,
         # Taken away by the claim that the pause was for, which no event tells.
         next_attempt_at_ms=None if kept.next_attempt_at_ms is None else folded.next_attempt_at_ms,

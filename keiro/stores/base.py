@@ -163,6 +163,16 @@ class Store(Protocol):
     async def children(self, workflow: str, key: str) -> list[ChildRow]:
         """The children of a run, oldest first."""
 
+    async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
+        """What each command would do by itself; nothing is written."""
+
+    async def last_run(self) -> int:
+        """The largest run_key, 0 without runs."""
+
+    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
+        """The ids of the lineages, of those with a run_key above `after` and up to `until`, whose round 0 ended at
+        `before_ms` or earlier; in the order of their keys."""
+
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from asyncio import Future
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from keiro.decisions import (
     Newest,
     One,
     Outcome,
+    Rounds,
     Stored,
     Write,
     decide,
@@ -39,7 +41,7 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.projections.runs import claimed
-from keiro.projections.waits import CHILDREN, DEFERREDS, TIMESTAMPS, Change, ChildRow, Forget, Put, timestamp
+from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, TIMESTAMPS, Change, ChildRow, Forget, Put, timestamp
 from keiro.repository import MemorySnapshots, SnapshotTable
 from keiro.rows import Head, Run, Status
 from keiro.stores.base import (
@@ -76,6 +78,8 @@ class Database:
         self.by_event: dict[tuple[int, bytes], Stored] = {}
         self.workers: dict[int, WorkerRow] = {}
         self.last_worker = 0
+        self.last_key = 0
+        self.last_position = 0
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
@@ -142,6 +146,41 @@ class Database:
                 return False
             self.workers[worker_key] = replace(worker, lease_expires_at_ms=now_ms + LEASE_MS)
             return True
+
+    def since(self, after: int, until: int | None = None) -> list[Stored]:
+        """The events with a position above `after` and up to `until`."""
+        position = attrgetter("position")
+        low = bisect_right(self.journal, after, key=position)
+        return self.journal[low : None if until is None else bisect_right(self.journal, until, key=position)]
+
+    def forget(self, gone: Sequence[Run]) -> None:
+        """Delete runs, and all there is of them."""
+        keys = {run.run_key for run in gone}
+        for run in gone:
+            del self.runs[run.run_id], self.heads[run.run_key], self.ids[run.run_key]
+            for stored in self.by_run.pop(run.run_key):
+                del self.by_event[run.run_key, stored.event_id]
+            self.snapshots.forget(run.run_id)
+            self.pending.discard(run.run_key)
+            self.due.discard(run.run_key)
+            for table in (CLOCKS, DEFERREDS):
+                for key in self.under.pop((table, run.workflow, run.run_id), ()):
+                    self.rows[table].pop(key, None)
+            if run.round_ordinal == 0:
+                self.last_rounds.pop(run.run_id, None)
+                self._forget_children(run)
+        self.journal[:] = [stored for stored in self.journal if stored.run_key not in keys]
+
+    def _forget_children(self, run: Run) -> None:
+        rows = self.rows.get(CHILDREN, {})
+        for key, row in list(rows.items()):
+            if (row["parent_id"], row["parent_name"]) == (run.key, run.workflow):
+                self.under.pop((CHILDREN, *key), None)
+                del rows[key]
+        rows.pop((run.key, run.workflow), None)
+        self.under.pop((CHILDREN, run.key, run.workflow), None)
+        for child in [one for one in self.runs.values() if one.parent_run_id == run.run_id and not one.round_ordinal]:
+            self.keep(replace(child, parent_run_id=None))
 
     def pending_runs(self) -> Iterator[Run]:
         """The pending runs, oldest first."""
@@ -276,6 +315,9 @@ class MemoryStore:
             case Newest(lineage_id):
                 last = self._db.last_rounds.get(lineage_id, lineage_id)
                 return self._answer(One(last))
+            case Rounds(lineage_id):
+                of_lineage = [run for run in self._runs.values() if run.lineage_id == lineage_id]
+                return sorted(of_lineage, key=lambda run: -run.round_ordinal)
             case Acted(run_id, after):
                 since = self._by_run[self._runs[run_id].run_key][after:]
                 return any(row.topic == "StepRecorded" or ":" in row.topic for row in since)
@@ -295,7 +337,7 @@ class MemoryStore:
 
     def _write(self, decision: Decision) -> Decision:
         """Write all of a decision, or raise with nothing written; the decision with the keys of new runs."""
-        last, key = len(self._journal), len(self._ids)
+        last, key = self._db.last_position, self._db.last_key
         writes: list[Write] = []
         appended: list[Stored] = []
         for write in decision.writes:
@@ -324,6 +366,9 @@ class MemoryStore:
                 self._db.keep(write.run)
             for change in write.changes():
                 self._db.change(change)
+        self._db.last_position, self._db.last_key = last, key
+        if decision.gone:
+            self._db.forget(decision.gone)
         self._journal += appended
         for stored in appended:
             self._by_run[stored.run_key].append(stored)
@@ -369,7 +414,7 @@ class MemoryStore:
 
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events by position."""
-        return self._journal[after : after + limit]
+        return self._db.since(after)[:limit]
 
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker."""
@@ -457,6 +502,26 @@ class MemoryStore:
                 found.append(ChildRow(**values))
         return sorted(found, key=lambda row: (row.created_at, row.child_id.encode()))
 
+    async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
+        """What commands would do."""
+        with self._db.lock:
+            return [self._decide(command).outcome for command in commands]
+
+    async def last_run(self) -> int:
+        """The largest run_key."""
+        return self._db.last_key
+
+    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
+        """Lineages that have ended."""
+        with self._db.lock:
+            names = (self._ids.get(key) for key in range(after + 1, until + 1))
+            found = [self._runs[name] for name in names if name is not None]
+            return [
+                run.run_id
+                for run in found
+                if not run.round_ordinal and run.terminal and (run.finished_at_ms or 0) <= before_ms
+            ]
+
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
         with self._db.lock:
@@ -508,7 +573,7 @@ class MemoryKept:
         planned = []
         for rows in self._inline:
             if any(rows.model.wants(stored.topic) for stored in appended):
-                before = self._db.journal[rows.position :]
+                before = self._db.since(rows.position)
                 planned.append((rows, rows.plan(self._decoded(rows.model, [*before, *appended]))))
         for rows, changes in planned:
             rows.take(changes, until)
@@ -519,15 +584,15 @@ class MemoryKept:
     async def setup(self, *, create: bool) -> None:
         """See `Kept`."""
         for rows in self._inline:
-            rows.apply(self._decoded(rows.model, self._db.journal[rows.position :]), len(self._db.journal))
+            rows.apply(self._decoded(rows.model, self._db.since(rows.position)), self._db.last_position)
 
     async def head(self) -> int:
         """See `Kept`."""
-        return len(self._db.journal)
+        return self._db.last_position
 
     async def read(self, after: int, until: int, topics: frozenset[str] | None, limit: int) -> list[Event]:
         """See `Kept`."""
-        found = [row for row in self._db.journal[after:until] if topics is None or row.topic in topics]
+        found = [row for row in self._db.since(after, until) if topics is None or row.topic in topics]
         return decoded(self._mapper, found[:limit])
 
     async def tracked(self, model: ReadModel) -> int | None:
@@ -550,7 +615,7 @@ class MemoryKept:
         """See `Kept`."""
         rows = self._rows[model.name]
         computed = Computed(model)
-        computed.fold(self._decoded(model, self._db.journal[: rows.position]))
+        computed.fold(self._decoded(model, self._db.since(0, rows.position)))
         return rows.mend(computed.rows)
 
     async def rebuild_runs(self) -> Report:

@@ -12,14 +12,14 @@ from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from keiro.codec import Codec
-from keiro.decisions import Command, Decision, Stored
+from keiro.decisions import Command, Decision, Outcome, Stored
 from keiro.errors import StoreError
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Incarnation, WorkerRow
 from keiro.stores.sets import PerRow, inserted, updated
-from keiro.stores.work import execute
+from keiro.stores.work import consider, execute
 
 Row: TypeAlias = tuple[Any, ...]
 Statement: TypeAlias = tuple[str, Sequence[Any]]
@@ -100,6 +100,18 @@ class Tables:
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"
             " ORDER BY completed_at_ms, deferred_name"
         )
+        self.rounds = (
+            f"SELECT {run} FROM {runs} r WHERE r.run_id = ? UNION ALL SELECT {run} FROM {runs} r"
+            " WHERE r.lineage_id = ? AND r.round_ordinal > 0 ORDER BY round_ordinal DESC"
+        )
+        self.free_children = f"UPDATE {runs} SET parent_run_id = NULL WHERE parent_run_id = ? AND round_ordinal = 0"
+        self.delete_run = f"DELETE FROM {runs} WHERE run_key = ?"
+        # By ranges of keys: however few there are in the table, a look takes as long as it is said to.
+        self.ended_before = (
+            f"SELECT r.run_id FROM {runs} r WHERE r.run_key > ? AND r.run_key <= ? AND r.round_ordinal = 0"
+            " AND r.finished_at_ms <= ? AND r.status IN ('completed', 'failed', 'cancelled') ORDER BY r.run_key"
+        )
+        self.last_run = f"SELECT max(run_key) FROM {runs}"
         self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
         stored = "j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"
         self.load_event = (
@@ -368,6 +380,10 @@ class Sql:
     def execute(self, commands: Sequence[Command]) -> Program[list[Decision]]:
         """Load what the commands need, decide them one after the other, write."""
         return execute(self, commands)
+
+    def consider(self, commands: Sequence[Command]) -> Program[list[Outcome]]:
+        """What commands would do, each by itself."""
+        return consider(self, commands)
 
     def register(self, who: Incarnation, address: str | None, now: int) -> Program[int]:
         """Enter a worker."""

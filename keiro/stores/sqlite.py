@@ -532,6 +532,20 @@ class SQLiteStore:
         """Events by position."""
         return [self._sql.to_stored(row) for row in self._select(self._sql.text.read, (after, limit))]
 
+    # Retention
+
+    async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
+        """What commands would do."""
+        return await self.query(lambda: self._sql.consider(commands))
+
+    async def last_run(self) -> int:
+        """The largest run_key."""
+        return self._select(self._sql.text.last_run, ())[0][0] or 0
+
+    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
+        """Lineages that have ended."""
+        return [row[0] for row in self._select(self._sql.text.ended_before, (after, until, before_ms))]
+
     # Workers
 
     async def register(self, incarnation: Incarnation) -> int:

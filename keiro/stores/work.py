@@ -27,6 +27,8 @@ from keiro.decisions import (
     Need,
     Newest,
     One,
+    Outcome,
+    Rounds,
     Stored,
     Write,
     decide,
@@ -60,10 +62,30 @@ def execute(sql: Sql, commands: Sequence[Command]) -> Program[list[Decision]]:
                 need = deciding.send(work.answer(need))
         except StopIteration as stop:
             decision: Decision = stop.value
+        if work.is_gone(decision):
+            yield from work.flush()  # a run that was collected in this batch begins anew
         work.apply(decision)
         decisions.append(decision)
     yield from work.flush()
     return [work.keyed(decision) for decision in decisions]
+
+
+def consider(sql: Sql, commands: Sequence[Command]) -> Program[list[Outcome]]:
+    """What each command would do by itself, with nothing written."""
+    outcomes: list[Outcome] = []
+    work = _Work(sql)
+    yield from work.foresee(commands)
+    for command in commands:
+        deciding = decide(command)
+        try:
+            need = next(deciding)
+            while True:
+                if not work.has(need):
+                    yield from work.load([need])
+                need = deciding.send(work.answer(need))
+        except StopIteration as stop:
+            outcomes.append(stop.value.outcome)
+    return outcomes
 
 
 class _Work:
@@ -76,6 +98,7 @@ class _Work:
         self._user_events: dict[str, int] = {}  # the version of the newest event of the user's aggregate, of this batch
         self._listed: dict[Need, Any] = {}
         self._writes: list[Write] = []
+        self._gone: dict[str, Run] = {}  # runs that are to be deleted, newest rounds first
         self._keys: dict[str, int] = {}
 
     # Loading
@@ -113,7 +136,7 @@ class _Work:
 
     def load(self, needs: Sequence[Need]) -> Program[None]:
         """Load what is not known yet."""
-        if any(isinstance(need, Completions | Children | Acted) for need in needs):
+        if any(isinstance(need, Completions | Children | Acted | Rounds) for need in needs):
             yield from self.flush()  # what the batch has written so far is part of the answer
         text = self._sql.text
         runs: dict[str, None] = {}
@@ -141,6 +164,8 @@ class _Work:
                 case Children(lineage_id, ended):
                     of = parse_run_id(lineage_id)
                     listed[need] = (text.ended_children if ended else text.children, (of.key, of.workflow))
+                case Rounds(lineage_id):
+                    listed[need] = (text.rounds, (lineage_id, lineage_id))
                 case Acted(run_id, after):
                     listed[need] = (text.acted, (run_id, after))
         # Equal statements stand together: a store may make one of them.
@@ -176,7 +201,7 @@ class _Work:
         match need:
             case Completions():
                 return [(row[0], self._sql.unseal(row[1])) for row in rows]
-            case Children():
+            case Children() | Rounds():
                 return [self._sql.to_run(row) for row in rows]
         return bool(rows)
 
@@ -205,8 +230,17 @@ class _Work:
 
     # Writing
 
+    def is_gone(self, decision: Decision) -> bool:
+        """Whether a run that is to be deleted is born again."""
+        return any(write.run_id in self._gone for write in decision.writes)
+
     def apply(self, decision: Decision) -> None:
         """Let the commands that follow see what was decided."""
+        for run in decision.gone:
+            self._runs[run.run_id] = None
+            self._gone[run.run_id] = run
+        if decision.gone:
+            self._newest[decision.gone[0].lineage_id] = None
         for write in decision.writes:
             run_id = write.run_id
             self._runs[run_id] = (write.run, write.head)
@@ -225,6 +259,15 @@ class _Work:
 
     def flush(self) -> Program[None]:
         """Write what was decided since the last time: of each run its events, and once how it stands after them."""
+        yield from self._flush()
+        gone, self._gone = self._gone, {}
+        if gone:
+            text = self._sql.text
+            # Whom they have borne goes on as if it had been started alone.
+            statements = [(text.free_children, (run.run_id,)) for run in gone.values() if run.round_ordinal == 0]
+            yield [*statements, *((text.delete_run, (run.run_key,)) for run in gone.values())]
+
+    def _flush(self) -> Program[None]:
         writes, self._writes = self._writes, []
         if not writes:
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import keiro
 from tests.cli.conftest import Shell
 
 WAITING = """
@@ -122,3 +123,33 @@ def test_what_cannot_be_done_says_why(tmp_path: Path, command: list[str], messag
     assert done.returncode == 2
     assert message in done.stderr
     assert os.listdir(tmp_path)
+
+
+def test_what_ended_is_listed_first_and_then_deleted(shell: Shell) -> None:
+    shell("start", "waiting:leaf", "--id", "a")
+    shell("complete", "wf:leaf-a", "more", "--value", "7")
+    until(shell, "wf:leaf-a", "completed")
+    [step] = shell.json("steps", "wf:leaf-a")
+    assert (step["step"], step["status"]) == ("awk:more", "succeeded")
+    assert "awk:more" in shell("steps", "wf:leaf-a").stdout
+
+    assert shell.json("gc", "--older-than", "1h")["collected"] == []
+    preview = shell("gc", "--older-than", "0")
+    assert preview.stdout == "wf:leaf-a\n"
+    assert "nothing was changed" in preview.stderr
+    assert shell.json("gc", "--older-than", "0s", "--yes")["collected"] == ["wf:leaf-a"]
+    assert "there is no run" in shell("show", "wf:leaf-a").stderr
+    refused = shell("gc", "--older-than", "a month", "--yes")
+    assert refused.returncode == 2
+    assert "'a month' is no duration" in refused.stderr
+
+
+def test_workers_are_listed_with_what_they_drive(shell: Shell) -> None:
+    [worker] = shell.json("workers")
+    assert worker["runs"] == 0
+    assert 0 < worker["lease_left_ms"] <= 30_000
+    assert str(worker["pid"]) in shell("workers").stdout
+
+
+def test_the_version_is_printed(tmp_path: Path) -> None:
+    assert Shell(tmp_path)("--version").stdout == f"keiro {keiro.__version__}\n"
