@@ -15,15 +15,16 @@ import uuid
 from asyncio import Future, Task
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 from weakref import ReferenceType, ref
 
 import msgspec
 from msgspec import Raw
 
-from keiro import codec
+from keiro import codec, history
 from keiro.decisions import (
     AlreadyPresent,
     Append,
@@ -45,7 +46,6 @@ from keiro.decisions import (
 from keiro.definition import Step, Workflow
 from keiro.errors import (
     ContinueAsNew,
-    DecodeFailed,
     InvalidCall,
     NonDeterminism,
     PayloadRejected,
@@ -68,6 +68,7 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
+from keiro.history import History, Recorded, check_contiguous, decode_step, past_of, read_step
 from keiro.identity import StepIds, again, check_key, child_step, parse_run_id, run_id, token_step
 from keiro.mapper import EventMapper
 from keiro.projections.waits import Spawned
@@ -79,6 +80,8 @@ from keiro.stores.base import Store
 from keiro.threads import in_thread
 from keiro.waits import Waits, is_external
 
+_NO_MORE: Final = 2**62
+"""The version up to which there are snapshots of a run that gets no more of them: a gap could not be read over."""
 COMPLETED: Final = "__workflow_completed__"
 FAILED: Final = "__workflow_failed__"
 STORE_RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -160,19 +163,22 @@ class Driver:
         "_ids",
         "_in_flight",
         "_instance",
+        "_keeping",
+        "_kept_until",
         "_known",
         "_loop",
         "_names",
+        "_past",
         "_patches",
         "_raced",
         "_recording",
         "_retracted",
         "_root",
         "_spawned",
-        "_stored",
         "_unseen",
         "_version",
         "_waits",
+        "_weight",
         "draining",
         "epoch",
         "handle",
@@ -187,7 +193,7 @@ class Driver:
         "workflow",
     )
 
-    def __init__(self, host: Host, workflow: Workflow, run: Run, head: Head, stored: list[Stored]) -> None:
+    def __init__(self, host: Host, workflow: Workflow, run: Run, head: Head, history: History) -> None:
         self.host = host
         self.workflow = workflow
         self.run = run
@@ -206,7 +212,9 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._names: dict[str, Any] = {}
         self._ids = StepIds(run.workflow, run.key, run.round_ordinal)
-        self._stored: list[Stored] = stored
+        self._past: History | None = history
+        self._kept_until = 0  # the version up to which there are snapshots
+        self._weight = 0  # the size of what was recorded since
         self._history: dict[str, Recorded] = {}
         self._unseen = _NO_EVENTS
         self._known = head.version
@@ -224,6 +232,7 @@ class Driver:
         self._retracted: dict[str, int] | None = None
         self._consumed: set[str] | None = None
         self._spawned: dict[str, int] | None = None
+        self._keeping: Task[None] | None = None
 
     # Life
 
@@ -279,6 +288,9 @@ class Driver:
             await (self._rotate(event.payload) if isinstance(event, ContinueAsNew) else self._settle(event))
         except RunSealed:
             return  # what a sealed body raises is not the run's either
+        if self.run.terminal and self._kept_until > 1:
+            with suppress(StoreError):
+                await self.host.store.drop_step_maps(self.run.run_key)
 
     def _check_replayed(self) -> None:
         """Whether the body that has returned is the one that was recorded."""
@@ -301,18 +313,22 @@ class Driver:
 
     def _remember(self) -> None:
         """Read the history, here and not where runs are adopted: one that cannot be read stops no other run."""
-        stored, self._stored = self._stored, []
-        if stored and stored[0].version == 1:
-            self._patches = _decode_started(stored[0].payload).patches
-            stored = stored[1:]
-        check_contiguous(self.run.run_id, stored, after=1, until=self._known)
-        if stored:
-            # More than the head had at the claim, where somebody appended before the history was read.
-            self._version = self._known = stored[-1].version
-        past = past_of(self.run.run_id, stored)
+        assert self._past is not None
+        (snapshots, stored), self._past = self._past, None
+        others = [row for one in snapshots for row in one.events(self.run.run_key)]
+        first = (others or stored)[:1]
+        if first and first[0].version == 1:
+            self._patches = _decode_started(first[0].payload).patches
+        if not snapshots:
+            stored = stored[1:] if first and first[0].version == 1 else stored
+        after = self._kept_until = snapshots[-1].until if snapshots else 1
+        check_contiguous(self.run.run_id, stored, after=after, until=self._known)
+        # More than the head had at the claim, where somebody appended before the history was read.
+        self._version = self._known = stored[-1].version if stored else max(after, self._known)
+        past = past_of(self.run.run_id, stored, snapshots)
         self._history, self._clocks, self._retracted = past.steps, past.clocks, past.retracted
         if self.workflow.aggregate is not None:
-            self._unseen = deque(row for row in stored if ":" in row.topic)
+            self._unseen = deque(row for row in (*others, *stored) if ":" in row.topic)
 
     def _failed(self, error: BaseException) -> Event:
         policy = self.workflow.retry
@@ -403,6 +419,8 @@ class Driver:
                         # The version hides it from those who compare versions, so this is the last time to notice.
                         self._version = outcome.version
                         self.wake()
+                    if outcome.version - self._kept_until >= history.EVERY:
+                        self._keep_snapshot()
                     if outcome.version == self._known + len(events) and not _of_user(events):
                         self._known = outcome.version  # nobody else's event is between them
                     return outcome, at_ms
@@ -438,6 +456,7 @@ class Driver:
         after = run if type(events[0].event) is StepRecorded else fold(run, events, at_ms)
         expected = self._version
         self._version = expected + len(events)
+        self._weight += len(events[0].payload)
         changed = None
         if after is not run:
             self.run = changed = after
@@ -453,6 +472,35 @@ class Driver:
             exact,
             alone and not exact,
         )
+
+    # Snapshots
+
+    def _keep_snapshot(self) -> None:
+        if self._keeping is None:
+            self._keeping = self._loop.create_task(self._keep_snapshots(), name=f"snapshot {self.run.run_id}")
+
+    async def _keep_snapshots(self) -> None:
+        """Keep snapshots of what has been recorded since the last one, so that a replay has less to read."""
+        run_key, store = self.run.run_key, self.host.store
+        weight, self._weight = self._weight, 0
+        try:
+            if weight > history.MOST_BYTES:
+                self._kept_until = _NO_MORE
+                return
+            after = self._kept_until if self._kept_until > 1 else 0
+            stored = (await store.history([run_key], after))[run_key]
+            check_contiguous(self.run.run_id, stored, after=after, until=self._kept_until)
+            while len(stored) >= history.EVERY:
+                some, stored = stored[: history.EVERY], stored[history.EVERY :]
+                await store.keep_step_map(run_key, some[-1].version, history.snapshot_of(some))
+                self._kept_until = some[-1].version
+                await asyncio.sleep(0)
+        except StoreError as error:
+            # Only a replay would have been quicker for it.
+            self._kept_until = _NO_MORE
+            self.host.report("snapshot_failed", self.run.run_id, error=str(error))
+        finally:
+            self._keeping = None
 
     # What others append
 
@@ -525,7 +573,7 @@ class Driver:
                     if self._waits is not None:
                         self._waits.commanded()
             elif row.topic == "StepRecorded":
-                found = _read_step(row)
+                found = read_step(row)
                 if is_external(found.step):
                     self._history[found.step] = found
                     if self._waits is not None:
@@ -680,7 +728,7 @@ class Driver:
                     outcome, strand.now_ms = await self._record(new(recorded, self._id(name)))
                     if type(outcome) is AlreadyPresent:
                         # Another writer recorded this step first: its value is the step's.
-                        payload = bytes(_decode_step(outcome.stored.payload).result)
+                        payload = bytes(decode_step(outcome.stored.payload).result)
                     if self.workflow.aggregate is not None:
                         await self._deliver(self._version_of(outcome))
                     # Decoded only now: a value that its own annotation cannot read raises every time, but its effect
@@ -914,7 +962,7 @@ class Driver:
         if found is None:
             await self._own(strand, step, b'"%s"' % secrets.token_urlsafe(18).encode())
             rows = await self._read_on(1)
-            found = next(one for row in rows if row.topic == "StepRecorded" and (one := _read_step(row)).step == step)
+            found = next(one for row in rows if row.topic == "StepRecorded" and (one := read_step(row)).step == step)
             self._history[step] = found
         secret: str = msgspec.json.decode(found.result)
         return secret
@@ -960,7 +1008,7 @@ class Driver:
             if self._known < self._version_of(outcome):
                 await self.catch_up()  # maybe the child had ended before, and the spawn told so
             result = outcome.stored.payload if isinstance(outcome, AlreadyPresent) else None
-            found = Recorded(step, recorded.result if result is None else _decode_step(result).result)
+            found = Recorded(step, recorded.result if result is None else decode_step(result).result)
             found.at_ms = strand.now_ms
             self._history[step] = found
         else:
@@ -1151,93 +1199,10 @@ Within = Callable[[Append], Command]
 _OF_STEPS: Final = (Driver._execute.__code__, Driver._replay.__code__)
 
 
-class Recorded(msgspec.Struct, gc=False):
-    """What the journal says about a step, as far as a replay asks: decoded straight from StepRecorded, without the
-    event around it, then told when it was recorded and at which version of the run. `failed` is set instead of a
-    result.
-    """
-
-    step: str
-    result: Raw = Raw(b"null")
-    inputs_digest: str | None = None
-    at_ms: int = 0
-    version: int = 0
-    failed: AttemptFailed | None = None
-
-
-_decode_step: Final = msgspec.json.Decoder(Recorded).decode
 _decode_state: Final = msgspec.json.Decoder(StateChanged).decode
 _decode_started: Final = msgspec.json.Decoder(WorkflowStarted).decode
 _decode_spawned: Final = msgspec.json.Decoder(Spawned).decode
 _decode_retracted: Final = msgspec.json.Decoder(StepRetracted).decode
-_decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
-
-
-class Past(NamedTuple):
-    """What the journal says of a run: the newest word on each step, when its clocks are due, and how often each step
-    was retracted."""
-
-    steps: dict[str, Recorded]
-    clocks: dict[str, int] | None
-    retracted: dict[str, int] | None
-
-
-def _read_step(row: Stored) -> Recorded:
-    found = _decode_step(row.payload)
-    found.at_ms = row.recorded_at_ms
-    found.version = row.version
-    return found
-
-
-def past_of(run_id: str, stored: list[Stored]) -> Past:
-    """What is to be known for a replay.
-
-    A retry of the workflow, and a resurrection, give its failed steps a new chance; what succeeded stays.
-    """
-    history: dict[str, Recorded] = {}
-    clocks: dict[str, int] | None = None
-    retracted: dict[str, int] | None = None
-    try:
-        for row in stored:
-            if row.topic == "StepRecorded":
-                found = _decode_step(row.payload)
-                found.at_ms = row.recorded_at_ms
-                found.version = row.version
-                history[found.step] = found
-                if clocks is not None:
-                    clocks.pop(found.step, None)
-            elif row.topic == "StateChanged":
-                changed = _decode_state(row.payload)
-                if changed.state == "clock_scheduled":
-                    clocks = {} if clocks is None else clocks
-                    for wait in changed.waits:
-                        clocks.setdefault(wait.step, wait.due_at_ms or 0)
-            elif row.topic == "StepRetracted":
-                step = _decode_retracted(row.payload).step
-                history.pop(step, None)
-                retracted = {} if retracted is None else retracted
-                retracted[step] = retracted.get(step, 0) + 1
-                if clocks is not None:
-                    clocks.pop(step, None)
-            elif row.topic == "AttemptFailed":
-                failed = _decode_failure(row.payload)
-                history[failed.step] = Recorded(
-                    failed.step,
-                    inputs_digest=failed.inputs_digest,
-                    at_ms=row.recorded_at_ms,
-                    version=row.version,
-                    failed=failed,
-                )
-            elif row.topic in ("WorkflowRetried", "WorkflowResurrected"):
-                for name in [name for name, found in history.items() if found.failed is not None]:
-                    del history[name]
-    except msgspec.DecodeError as error:
-        raise DecodeFailed(
-            f"event {row.version} of {run_id} ({row.topic}) cannot be read: {error}. Nothing of the run is "
-            "replayed without it: restore the journal from a backup, or update keiro if a newer one wrote it",
-            where=row.topic,
-        ) from error
-    return Past(history, clocks, retracted)
 
 
 def _handoff_in(error: BaseException) -> ContinueAsNew | None:
@@ -1245,19 +1210,6 @@ def _handoff_in(error: BaseException) -> ContinueAsNew | None:
     while isinstance(error, BaseExceptionGroup) and error.split(ContinueAsNew)[1] is None:
         error = error.exceptions[0]
     return error if isinstance(error, ContinueAsNew) else None
-
-
-def check_contiguous(run_id: str, stored: list[Stored], *, after: int, until: int) -> None:
-    """Raise `StoreError` unless `stored` is every event of the run from version `after` + 1 to `until` at least.
-
-    A step that is missing from a history would run again, as if it had never happened.
-    """
-    last = stored[-1].version if stored else after
-    if last != after + len(stored) or last < until:
-        raise StoreError(
-            f"the journal of {run_id} has {len(stored)} events after version {after} and the last is {last}, but the "
-            f"run has reached {max(last, until)}: some are missing. Restore them from a backup; it is not driven on"
-        )
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:

@@ -33,7 +33,6 @@ from keiro.decisions import (
     Resurrect,
     Retract,
     Start,
-    Stored,
     VersionConflict,
     new,
 )
@@ -43,6 +42,7 @@ from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotF
 from keiro.events import Event, WorkflowStarted
 from keiro.failures import Failure, capture, describe, revive, summary
 from keiro.follower import ProjectionStatus
+from keiro.history import History
 from keiro.identity import (
     check_command_id,
     check_key,
@@ -81,6 +81,7 @@ BULK: Final = 2000
 FAREWELL_S: Final = 15.0
 """How long a closing engine waits for a store that may not answer to take back its runs."""
 DEFAULT_URL: Final = "sqlite:///keiro.db"
+NOTHING: Final = History((), [])
 _NOT_OPEN: Final = "the engine is not open: use it inside `async with engine:`"
 
 
@@ -790,7 +791,7 @@ class Engine:
             elif run.run_id not in self._resident:
                 # Born as this worker's. Driven from here and not by `start`: its caller may be gone by now, and a run
                 # owned by a living worker that does not drive it would never go on.
-                self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), [])
+                self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), NOTHING)
         for event in self._moved:
             event.set()
 
@@ -827,13 +828,13 @@ class Engine:
 
     # Driving
 
-    def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
+    def adopt(self, run: Run, head: Head, history: History) -> None:
         """Drive a run this engine's worker owns."""
         if self._worker is None or not self._worker.leased:
             return  # nobody would seal or await it any more; the end of the incarnation hands it back
-        driver = self.driver_type(self, self._workflows[run.workflow], run, head, stored)
+        driver = self.driver_type(self, self._workflows[run.workflow], run, head, history)
         if head.epoch > 1:
-            self.report("run_resumed", run.run_id, steps=len(stored))
+            self.report("run_resumed", run.run_id, steps=head.version)
         self._resident[run.run_id] = driver
         task = asyncio.get_running_loop().create_task(driver.drive(), name=run.run_id)
         self._tasks[task] = driver

@@ -53,6 +53,10 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     ),
     "still_running": (logging.WARNING, "{runs} bodies refuse to be cancelled; nothing of theirs is recorded any more"),
     "not_handed_back": (logging.WARNING, "runs could not be handed back, their lease ends by itself: {error}"),
+    "snapshot_failed": (
+        logging.WARNING,
+        "no snapshot of {run_id} was kept, a replay will read its events: {error}",
+    ),
     "record_refused": (logging.ERROR, "a record of {run_id} is refused by a projection and sent again: {error}"),
     "projection_mended": (logging.WARNING, "rows of projection {projection} differed from the journal and were mended"),
     "projection_failed": (logging.ERROR, "projection {projection} cannot go on and tries again: {error}"),

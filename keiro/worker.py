@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from keiro.decisions import Appended, Fire, Stored
+from keiro import history
+from keiro.decisions import Appended, Fire
 from keiro.errors import StoreError
+from keiro.history import History, load
 from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
 
@@ -39,7 +41,7 @@ class Employer(Protocol):
 
     store: Store
 
-    def adopt(self, run: Run, head: Head, stored: list[Stored]) -> None:
+    def adopt(self, run: Run, head: Head, history: History) -> None:
         """Drive a run that this worker owns now."""
 
     def free_slots(self) -> int:
@@ -225,10 +227,15 @@ class Worker:
         known = isinstance(error, StoreError | TimeoutError)
         self._employer.report("store_away" if known else "worker_fault", "", error=str(error) or repr(error))
 
-    async def _history(self, key: int, taken: Sequence[tuple[Run, Head]]) -> dict[int, list[Stored]]:
+    async def _history(self, key: int, taken: Sequence[tuple[Run, Head]]) -> dict[int, History]:
         run_keys = [run.run_key for run, _ in taken]
         try:
-            return await self._store.history(run_keys)
+            long = [run.run_key for run, head in taken if head.version > history.EVERY]
+            stored = await self._store.history([run_key for run_key in run_keys if run_key not in long])
+            histories = {run_key: History((), rows) for run_key, rows in stored.items()}
+            for run_key in long:
+                histories[run_key] = await load(self._store, run_key)
+            return histories
         except BaseException:
             # Claimed but not driven would be owned by a living worker for ever.
             with suppress(StoreError):

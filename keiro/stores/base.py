@@ -122,6 +122,15 @@ class Store(Protocol):
     async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
         """The events of runs from version `after` + 1 on, in order."""
 
+    async def step_maps(self, run_key: int) -> list[str]:
+        """The snapshots of a run's history as JSON, in order. Raises `DecodeFailed`."""
+
+    async def keep_step_map(self, run_key: int, until: int, state: str) -> None:
+        """Keep a snapshot of a run's history, which ends with version `until`."""
+
+    async def drop_step_maps(self, run_key: int) -> None:
+        """Delete the snapshots of a run's history."""
+
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events of all runs with a position above `after`, in order. Gap-free: what a reader has read up to a
         position never gains an event at or below it."""

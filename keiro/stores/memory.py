@@ -79,6 +79,7 @@ class Database:
         self.workers: dict[int, WorkerRow] = {}
         self.last_worker = 0
         self.last_key = 0
+        self.step_maps: dict[int, dict[int, str]] = {}
         self.last_position = 0
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
@@ -161,6 +162,7 @@ class Database:
             for stored in self.by_run.pop(run.run_key):
                 del self.by_event[run.run_key, stored.event_id]
             self.snapshots.forget(run.run_id)
+            self.step_maps.pop(run.run_key, None)
             self.pending.discard(run.run_key)
             self.due.discard(run.run_key)
             for table in (CLOCKS, DEFERREDS):
@@ -411,6 +413,18 @@ class MemoryStore:
     async def history(self, run_keys: Sequence[int], after: int = 0) -> dict[int, list[Stored]]:
         """The events of runs."""
         return {key: self._by_run[key][after:] for key in run_keys}
+
+    async def step_maps(self, run_key: int) -> list[str]:
+        """Snapshots of a run's history."""
+        return list(self._db.step_maps.get(run_key, {}).values())
+
+    async def keep_step_map(self, run_key: int, until: int, state: str) -> None:
+        """Keep a snapshot."""
+        self._db.step_maps.setdefault(run_key, {})[until] = state
+
+    async def drop_step_maps(self, run_key: int) -> None:
+        """Delete the snapshots."""
+        self._db.step_maps.pop(run_key, None)
 
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events by position."""

@@ -252,3 +252,12 @@ workflow_children: Final = Table(
     _partial("keiro_workflow_children_running_idx", "status", where="status = 'running'"),
 )
 """Which run has which other as a child, and how the child ended."""
+
+step_maps: Final = Table(
+    "keiro_step_maps",
+    metadata,
+    Column("run_key", _BIGINT, primary_key=True, autoincrement=False),
+    Column("until_version", Integer, primary_key=True, autoincrement=False),
+    Column("state", Text, nullable=False),
+)
+"""Snapshots of the histories of long runs."""

@@ -100,6 +100,13 @@ class Tables:
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"
             " ORDER BY completed_at_ms, deferred_name"
         )
+        maps = f"{schema}keiro_step_maps"
+        self.step_maps = f"SELECT state FROM {maps} WHERE run_key = ? ORDER BY until_version"
+        self.keep_step_map = (
+            f"INSERT INTO {maps} (run_key, until_version, state) VALUES (?, ?, ?)"
+            " ON CONFLICT (run_key, until_version) DO UPDATE SET state = excluded.state"
+        )
+        self.drop_step_maps = f"DELETE FROM {maps} WHERE run_key = ?"
         self.rounds = (
             f"SELECT {run} FROM {runs} r WHERE r.run_id = ? UNION ALL SELECT {run} FROM {runs} r"
             " WHERE r.lineage_id = ? AND r.round_ordinal > 0 ORDER BY round_ordinal DESC"
@@ -380,6 +387,14 @@ class Sql:
     def execute(self, commands: Sequence[Command]) -> Program[list[Decision]]:
         """Load what the commands need, decide them one after the other, write."""
         return execute(self, commands)
+
+    def keep_step_map(self, run_key: int, until: int, state: str) -> Program[None]:
+        """Keep a snapshot of a run's history."""
+        yield [(self.text.keep_step_map, (run_key, until, self.seal(state)))]
+
+    def drop_step_maps(self, run_key: int) -> Program[None]:
+        """Delete the snapshots of a run's history."""
+        yield [(self.text.drop_step_maps, (run_key,))]
 
     def consider(self, commands: Sequence[Command]) -> Program[list[Outcome]]:
         """What commands would do, each by itself."""

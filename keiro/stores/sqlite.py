@@ -528,6 +528,18 @@ class SQLiteStore:
                 for key in run_keys
             }
 
+    async def step_maps(self, run_key: int) -> list[str]:
+        """Snapshots of a run's history."""
+        return [self._sql.unseal(row[0]) for row in self._select(self._sql.text.step_maps, (run_key,))]
+
+    async def keep_step_map(self, run_key: int, until: int, state: str) -> None:
+        """Keep a snapshot."""
+        await self._locked(lambda: self._sql.keep_step_map(run_key, until, state))
+
+    async def drop_step_maps(self, run_key: int) -> None:
+        """Delete the snapshots."""
+        await self._locked(lambda: self._sql.drop_step_maps(run_key))
+
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events by position."""
         return [self._sql.to_stored(row) for row in self._select(self._sql.text.read, (after, limit))]

@@ -17,7 +17,7 @@ from msgspec import Raw
 from keiro import codec
 from keiro.decisions import Command, New, Outcome, Stored
 from keiro.definition import Step, Workflow
-from keiro.driver import Driver, Recorded, Within
+from keiro.driver import Driver, Within
 from keiro.errors import DecodeFailed, InvalidCall, KeiroError, NonDeterminism, RunSealed, StepNameClash
 from keiro.events import (
     Event,
@@ -30,6 +30,7 @@ from keiro.events import (
     ms_of,
 )
 from keiro.failures import Failure, capture, summary
+from keiro.history import History, Recorded
 from keiro.identity import run_id
 from keiro.mapper import EventMapper
 from keiro.projections.runs import project
@@ -278,7 +279,7 @@ class _Held(Waits):
 
 class _Replaying(Driver):
     def __init__(self, host: _Journal, workflow: Workflow, run: Run, head: Head, stored: list[Stored]) -> None:
-        super().__init__(host, workflow, run, head, stored)
+        super().__init__(host, workflow, run, head, History((), stored))
         self.was = run
         self.reported = host.reported
         self.held: dict[str, None] = {}

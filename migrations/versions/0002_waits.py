@@ -61,6 +61,13 @@ def _tables(d: ddl.Dialect) -> list[str]:
     {d.timestamp("completed_at")},
     PRIMARY KEY (child_id, child_name)
 )""",
+        # What a replay would read of the journal, for a stretch of a long run: it may be missing.
+        f"""CREATE TABLE {d.table("keiro_step_maps")} (
+    {d.integer("run_key", 1)} NOT NULL,
+    {d.count("until_version", 1)} NOT NULL,
+    {d.json("state")} NOT NULL,
+    PRIMARY KEY (run_key, until_version)
+)""",
     ]
 
 
@@ -90,6 +97,7 @@ def _indexes(d: ddl.Dialect) -> list[str]:
 def _triggers(d: ddl.Dialect) -> list[str]:
     runs, children = d.table("keiro_runs"), d.table("keiro_workflow_children")
     clocks, deferreds = d.table("keiro_clock_deadlines"), d.table("keiro_deferred_completions")
+    maps = d.table("keiro_step_maps")
     own = "child_id = OLD.key AND child_name = OLD.workflow"
     theirs = "parent_id = OLD.key AND parent_name = OLD.workflow"
     return [
@@ -101,6 +109,7 @@ def _triggers(d: ddl.Dialect) -> list[str]:
             [
                 f"DELETE FROM {clocks} WHERE execution_id = OLD.run_id",
                 f"DELETE FROM {deferreds} WHERE execution_id = OLD.run_id",
+                f"DELETE FROM {maps} WHERE run_key = OLD.run_key",
             ],
         ),
         # Children are of a lineage: they go with its first round.

@@ -17,7 +17,16 @@ from tests.conformance.test_resurrect import breaks, broken, failed
 from tests.conformance.test_steps import calls, note
 from tests.conftest import MakeEngine
 
-TABLES = ("runs", "run_heads", "journal", "snapshots", "clock_deadlines", "deferred_completions", "workflow_children")
+TABLES = (
+    "runs",
+    "run_heads",
+    "journal",
+    "snapshots",
+    "step_maps",
+    "clock_deadlines",
+    "deferred_completions",
+    "workflow_children",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import msgspec
 import keiro
 from keiro import waits
 from keiro.decisions import Stored
-from keiro.driver import past_of
 from keiro.events import StepRecorded
+from keiro.history import past_of
 
 _log: list[Path] = []
 

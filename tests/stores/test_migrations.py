@@ -86,6 +86,9 @@ keiro_snapshots.originator_id text C not null
 keiro_snapshots.originator_version integer not null
 keiro_snapshots.topic text not null
 keiro_snapshots.state text not null
+keiro_step_maps.run_key bigint not null
+keiro_step_maps.until_version integer not null
+keiro_step_maps.state text not null
 keiro_workers.worker_key bigint not null identity
 keiro_workers.worker_id text C not null
 keiro_workers.host text not null
@@ -138,6 +141,7 @@ keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
 keiro_runs primary key(run_key)
 keiro_runs unique(run_id)
 keiro_snapshots primary key(originator_id,originator_version)
+keiro_step_maps primary key(run_key,until_version)
 keiro_workers primary key(worker_key)
 keiro_workers unique(worker_id)
 keiro_workflow_children primary key(child_id,child_name)
