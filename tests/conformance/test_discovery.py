@@ -172,6 +172,7 @@ async def test_wf_31_to_wf_35_a_claim_takes_what_can_go_on_and_nothing_else(make
         while (await waiting.run()).status != "pending":
             await asyncio.sleep(0)
         await worker.stop_claiming()
+        await asyncio.wait([task for task in worker._tasks if task.get_name() == "keiro claims"])
         fresh = await engine.start(noted, 2, id="fresh")
         cancelled = await engine.start(noted, 3, id="cancelled")
         event = new(keiro.events.WorkflowCancelled(), b"0123456789abcdef")

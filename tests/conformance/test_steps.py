@@ -13,6 +13,7 @@ import keiro
 from keiro.decisions import Append, Appended, RefusedTerminal, Start, UnknownRun, new
 from keiro.driver import Driver
 from keiro.events import Event, StepRecorded, WorkflowCompleted, WorkflowStarted
+from keiro.history import History
 from keiro.identity import StepIds
 from tests.conftest import MakeEngine
 
@@ -64,7 +65,7 @@ async def replay(engine: keiro.Engine, handle: keiro.Handle, workflow: keiro.Wor
     stored = (await engine.store.history([run.run_key], after=1))[run.run_key]
     stored = [row for row in stored if row.topic != "WorkflowCompleted"]
     head.version = len(stored) + 1
-    driver = Replay(engine, workflow, run, head, stored)
+    driver = Replay(engine, workflow, run, head, History((), stored))
     await asyncio.create_task(driver.drive())
     return driver.ended
 
