@@ -702,15 +702,29 @@ def _kept(lineage_id: str, before_ms: int) -> Generator[Need, Any, str | None]:
     spawned: Loaded = yield One(parent.run.run_id, ids(child_step(key)))
     told: Loaded = yield One(parent.run.run_id, ids(child_result_step(key)))
     if parent.run.status != Status.FAILED:
-        # A round that has neither was begun after the child had ended and been told of: it does not hold it, or the
-        # children of a run that rotates for ever would stay for ever.
-        return None if spawned.present is None and told.present is None else f"{parent.run.run_id} may ask for it"
+        if spawned.present is None and told.present is None and not (yield from _had(parent.run, key)):
+            # It was begun after the child had ended and been told of: it does not hold it, or the children of a run
+            # that rotates for ever would stay for ever.
+            return None
+        return f"{parent.run.run_id} may ask for it"
     if spawned.present is None or told.present is not None:
         return None
     # Resurrected, the parent would be told then how the child ended: it goes with the parent, not before it.
     if (yield from _kept(parent.run.lineage_id, before_ms)) is None:
         return None
     return f"{parent.run.run_id} has failed and was not told how it ended"
+
+
+def _had(run: Run, key: str) -> Generator[Need, Any, bool]:
+    """Whether the round before had to do with the child `key`: one that has just begun may be about to attach to it."""
+    if not run.round_ordinal or run.parent_run_id is None:
+        return False
+    ids = StepIds(run.workflow, run.key, run.round_ordinal - 1)
+    for step in (child_step(key), child_result_step(key)):
+        before: Loaded | None = yield One(run.parent_run_id, ids(step))
+        if before is not None and before.present is not None:
+            return True
+    return False
 
 
 def _retracted(

@@ -78,6 +78,8 @@ T = TypeVar("T")
 STUBBORN_S: Final = 5.0
 BULK: Final = 2000
 """So many runs are started in one transaction."""
+GONE_S: Final = 0.5
+"""How often at most to look whether runs that are waited for are still there."""
 FAREWELL_S: Final = 15.0
 """How long a closing engine waits for a store that may not answer to take back its runs."""
 DEFAULT_URL: Final = "sqlite:///keiro.db"
@@ -146,6 +148,8 @@ class Engine:
         self._looking: asyncio.Task[None] | None = None
         self._outage = Outage()
         self._look_again = False
+        self._looked_for_gone = 0.0
+        self._has_collected = False
         self._births: set[Future[Outcome]] = set()
         self._closer: asyncio.Task[None] | None = None
         self.driver_type: type[Driver] = Driver  # the testing kit drives runs with others
@@ -667,7 +671,20 @@ class Engine:
         for an age that is no finite number from 0, `StoreUnavailable` and `StoreBusy`.
         """
         self._opened()
-        return await collect(self.store, older_than, dry_run=dry_run)
+        _check_options(dry_run=dry_run)
+        found = await collect(self.store, older_than, dry_run=dry_run)
+        if not dry_run:
+            for run_id in found.collected:
+                self._forgotten(run_id)
+        return found
+
+    def _forgotten(self, lineage_id: str) -> None:
+        """A run was deleted: what is remembered of ends counts no more, and nobody waits for this one."""
+        self._has_collected = True
+        told = f"{lineage_id!r} at {self._shown_url} had ended, and was deleted while it was waited for"
+        for future in self._waiting.get(lineage_id, ()):
+            if not future.done():
+                future.set_exception(RunNotFound(told))
 
     async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
@@ -705,7 +722,8 @@ class Engine:
         """The row of a run once it has ended. Raises `TimeoutError` after `timeout` seconds, `RunNotFound`."""
         self._opened()
         timeout = patience(timeout, "result(timeout=...)")
-        if known is not None and known.status == Status.COMPLETED:  # one that failed may have been resurrected
+        # One that failed may have been resurrected, and one that was deleted here must not be found.
+        if known is not None and known.status == Status.COMPLETED and not self._has_collected:
             return known
         future: Future[Run] = asyncio.get_running_loop().create_future()
         lineage = lineage_of(run_id)
@@ -823,8 +841,23 @@ class Engine:
                         last = run if run.handoff_run_id is None else await self.store.newest(run.lineage_id)
                         if last is not None and last.terminal:
                             self.committed([last])
+                await self._look_for_gone(names)
         except errors.StoreError as error:
             self.report("store_away", "", error=str(error))
+
+    async def _look_for_gone(self, names: Sequence[str]) -> None:
+        """Tell who waits for a run that another process deleted before its end was heard of here; now and then, because
+        it is rare."""
+        now = asyncio.get_running_loop().time()
+        if now - self._looked_for_gone < GONE_S:
+            return
+        self._looked_for_gone = now
+        for at in range(0, len(names), 500):
+            some = names[at : at + 500]
+            there = await self.store.existing(some)
+            for name in some:
+                if name not in there:
+                    self._forgotten(name)
 
     # Driving
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from asyncio import Future
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -155,6 +156,7 @@ class Follower:
     async def _catch_up(self) -> None:
         """Fold until nothing new is there."""
         while True:
+            asked = list(self._waiting)
             head = await self._kept.head()
             tracked = await self._kept.tracked(self.model)
             if tracked is None:
@@ -169,7 +171,8 @@ class Follower:
             self.position = max(self.position, tracked)
             if self.position >= head:
                 self.state, self.error = State.CURRENT, None
-                self._reached()
+                # What was the head when they asked may have been deleted since, and then no event ever reaches it.
+                self._reached(asked)
                 return
             if self.error is None:
                 self.state = State.BEHIND
@@ -198,10 +201,10 @@ class Follower:
         self._limit = min(BATCH, self._limit * 2)
         return moved
 
-    def _reached(self) -> None:
+    def _reached(self, asked: Sequence[tuple[int, Future[None]]] = ()) -> None:
         for entry in list(self._waiting):
             position, future = entry
-            if position <= self.position:
+            if position <= self.position or entry in asked:
                 self._waiting.remove(entry)
                 if not future.done():
                     future.set_result(None)

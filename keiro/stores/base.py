@@ -175,6 +175,9 @@ class Store(Protocol):
     async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
         """What each command would do by itself; nothing is written."""
 
+    async def existing(self, run_ids: Sequence[str]) -> set[str]:
+        """Those of the given runs that there are."""
+
     async def last_run(self) -> int:
         """The largest run_key, 0 without runs."""
 

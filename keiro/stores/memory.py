@@ -34,7 +34,7 @@ from keiro.decisions import (
     Write,
     decide,
 )
-from keiro.errors import InvalidCall, ProjectionFailed
+from keiro.errors import InvalidCall, KeiroError
 from keiro.events import Event
 from keiro.identity import RunId, parse_run_id
 from keiro.mapper import EventMapper
@@ -257,7 +257,7 @@ class MemoryStore:
             for pending in self._queue.take():
                 try:
                     decision = self._write(self._decide(pending.command))
-                except ProjectionFailed as error:
+                except KeiroError as error:  # raised before anything is written
                     pending.fail(error)
                     continue
                 done.append(decision)
@@ -520,6 +520,10 @@ class MemoryStore:
         """What commands would do."""
         with self._db.lock:
             return [self._decide(command).outcome for command in commands]
+
+    async def existing(self, run_ids: Sequence[str]) -> set[str]:
+        """Those of these runs that there are."""
+        return {name for name in run_ids if name in self._runs}
 
     async def last_run(self) -> int:
         """The largest run_key."""

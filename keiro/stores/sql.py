@@ -118,6 +118,7 @@ class Tables:
             f"SELECT r.run_id FROM {runs} r WHERE r.run_key > ? AND r.run_key <= ? AND r.round_ordinal = 0"
             " AND r.finished_at_ms <= ? AND r.status IN ('completed', 'failed', 'cancelled') ORDER BY r.run_key"
         )
+        self.existing = f"SELECT r.run_id FROM {runs} r WHERE r.run_id IN ({{names}})"
         self.last_run = f"SELECT max(run_key) FROM {runs}"
         self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
         stored = "j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"

@@ -550,6 +550,10 @@ class SQLiteStore:
         """What commands would do."""
         return await self.query(lambda: self._sql.consider(commands))
 
+    async def existing(self, run_ids: Sequence[str]) -> set[str]:
+        """Those of these runs that there are."""
+        return {row[0] for row in self._select(*self._sql.named(self._sql.text.existing, run_ids))}
+
     async def last_run(self) -> int:
         """The largest run_key."""
         return self._select(self._sql.text.last_run, ())[0][0] or 0
