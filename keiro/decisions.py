@@ -157,10 +157,12 @@ class Fire(msgspec.Struct, frozen=True, gc=False):
 
 
 class Collect(msgspec.Struct, frozen=True, gc=False):
-    """Delete a lineage that ended at `before_ms` or earlier and that nobody can ask for any more."""
+    """Delete a lineage that ended at `before_ms` or earlier and that nobody can ask for any more. `parent` is the
+    lineage that attached to it, where it was not born as a child."""
 
     run_id: str
     before_ms: int
+    parent: str | None = None
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -675,14 +677,14 @@ def _fire(command: Fire) -> Deciding:
 
 
 def _collect(command: Collect) -> Deciding:
-    kept = yield from _kept(command.run_id, command.before_ms)
+    kept = yield from _kept(command.run_id, command.before_ms, command.parent)
     if kept is not None:
         return Decision(Refused(kept))
     rounds: list[Run] = yield Rounds(command.run_id)
     return Decision(Collected(len(rounds)), gone=tuple(rounds))
 
 
-def _kept(lineage_id: str, before_ms: int) -> Generator[Need, Any, str | None]:
+def _kept(lineage_id: str, before_ms: int, attached: str | None = None) -> Generator[Need, Any, str | None]:
     """Why a lineage cannot be collected, if it cannot. It depends on no other collection of the same pass, so that a
     preview lists what will go."""
     newest: Loaded | None = yield Newest(lineage_id)
@@ -693,9 +695,10 @@ def _kept(lineage_id: str, before_ms: int) -> Generator[Need, Any, str | None]:
     if newest.run.finished_at_ms > before_ms:
         return "it ended later"
     first: Loaded | None = (yield One(lineage_id)) if newest.run.round_ordinal else newest
-    if first is None or first.run.parent_run_id is None:
+    above = attached if first is None else first.run.parent_run_id or attached
+    if first is None or above is None:
         return None
-    parent: Loaded | None = yield Newest(first.run.parent_run_id)
+    parent: Loaded | None = yield Newest(above)
     if parent is None or parent.run.status in (Status.COMPLETED, Status.CANCELLED):
         return None
     ids, key = _ids_of(parent.run), first.run.key

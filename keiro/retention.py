@@ -15,10 +15,10 @@ import msgspec
 from keiro.decisions import Collect, Collected, Outcome
 from keiro.definition import patience
 from keiro.errors import InvalidCall, StoreBusy, StoreUnavailable
-from keiro.stores.base import Store
+from keiro.stores.base import Candidate, Store
 
-BITE: Final = 5000
-"""So many rows are looked at by one statement."""
+BITE: Final = 1000
+"""So many lineages are listed by one statement."""
 AT_ONCE: Final = 100
 """So many lineages are deleted in one transaction."""
 
@@ -39,31 +39,34 @@ class Collection(msgspec.Struct, frozen=True):
 
 async def collect(store: Store, older_than: float | timedelta, *, dry_run: bool) -> Collection:
     """Delete, or only list, the lineages that ended at least `older_than` seconds ago."""
+    if isinstance(older_than, int):
+        older_than = min(older_than, 2**53)  # nothing is older than that
     age = patience(older_than, "gc(older_than=...)")
     if age is None:
         raise InvalidCall("gc(older_than=None): say how long runs are to be kept after their end")
-    before_ms = store.now_ms() - round(age * 1000)
+    before_ms = max(0, store.now_ms() - round(age * 1000))
     scanned = runs = 0
-    collected: list[str] = []
+    collected: list[tuple[int, str]] = []
     failed: list[tuple[str, str]] = []
-    last = await store.last_run()
-    for low in range(0, last, BITE):
-        found = await store.ended_before(before_ms, low, min(low + BITE, last))
-        scanned += len(found)
-        for at in range(0, len(found), AT_ONCE):
-            some = found[at : at + AT_ONCE]
-            for run_id, outcome in zip(some, await _decided(store, some, before_ms, dry_run), strict=True):
+    after = (-1, 0)
+    while page := await store.ended_before(before_ms, after, BITE):
+        after = (page[-1].finished_at_ms, page[-1].run_key)
+        scanned += len(page)
+        for at in range(0, len(page), AT_ONCE):
+            some = page[at : at + AT_ONCE]
+            for one, outcome in zip(some, await _decided(store, some, before_ms, dry_run), strict=True):
                 if isinstance(outcome, Collected):
-                    collected.append(run_id)
+                    collected.append((one.run_key, one.run_id))
                     runs += outcome.rounds
                 elif isinstance(outcome, BaseException):
-                    failed.append((run_id, str(outcome)))
-        await asyncio.sleep(0)
-    return Collection(scanned, runs, tuple(collected), tuple(failed))
+                    failed.append((one.run_id, str(outcome)))
+            # Where the store works on this very thread, nothing else would run before all is done.
+            await asyncio.sleep(0)
+    return Collection(scanned, runs, tuple(run_id for _, run_id in sorted(collected)), tuple(failed))
 
 
-async def _decided(store: Store, run_ids: list[str], before_ms: int, dry_run: bool) -> list[Outcome | BaseException]:
-    commands = [Collect(run_id, before_ms) for run_id in run_ids]
+async def _decided(store: Store, some: list[Candidate], before_ms: int, dry_run: bool) -> list[Outcome | BaseException]:
+    commands = [Collect(one.run_id, before_ms, one.parent) for one in some]
     if dry_run:
         return [*await store.consider(commands)]
     outcomes = await asyncio.gather(*map(store.submit, commands), return_exceptions=True)

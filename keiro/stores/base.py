@@ -61,6 +61,15 @@ class WorkerRow(msgspec.Struct, frozen=True):
     lease_expires_at_ms: int
 
 
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A lineage whose newest round, `run_key`, has ended. `parent` is the lineage that has it as a child."""
+
+    run_id: str
+    finished_at_ms: int
+    run_key: int
+    parent: str | None
+
+
 class Listener(Protocol):
     """What an engine wants to hear from its store, on the event-loop thread."""
 
@@ -178,12 +187,9 @@ class Store(Protocol):
     async def existing(self, run_ids: Sequence[str]) -> set[str]:
         """Those of the given runs that there are."""
 
-    async def last_run(self) -> int:
-        """The largest run_key, 0 without runs."""
-
-    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
-        """The ids of the lineages, of those with a run_key above `after` and up to `until`, whose round 0 ended at
-        `before_ms` or earlier; in the order of their keys."""
+    async def ended_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """Lineages whose newest round ended at `before_ms` or earlier, oldest end first, from behind `after` (the end
+        and the run_key of the last one of the page before)."""
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""

@@ -7,12 +7,12 @@ decisions.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import threading
 from asyncio import Future
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -47,6 +47,7 @@ from keiro.rows import Head, Run, Status
 from keiro.stores.base import (
     LEASE_MS,
     MOST_WRITTEN,
+    Candidate,
     Clock,
     Incarnation,
     Listener,
@@ -60,6 +61,7 @@ from keiro.stores.base import (
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.memory_journal import MemoryJournal
 from keiro.stores.recorders.memory import MemoryFactory as MemoryFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.transaction import Gate
 
@@ -73,14 +75,14 @@ class Database:
         self.pending: set[int] = set()
         self.ids: dict[int, str] = {}
         self.heads: dict[int, Head] = {}
-        self.journal: list[Stored] = []
+        self.journal = MemoryJournal()
+        self.linked: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
         self.by_run: dict[int, list[Stored]] = {}
         self.by_event: dict[tuple[int, bytes], Stored] = {}
         self.workers: dict[int, WorkerRow] = {}
         self.last_worker = 0
         self.last_key = 0
         self.step_maps: dict[int, dict[int, str]] = {}
-        self.last_position = 0
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
@@ -109,6 +111,9 @@ class Database:
             if whole not in rows:
                 rows[whole] = {**change.key, **change.values}
                 self.under.setdefault((change.table, *whole[:2]), []).append(whole)
+                if change.table == CHILDREN:
+                    parent = (change.values["parent_id"], change.values["parent_name"])
+                    self.linked.setdefault(parent, set()).add(whole)
             return
         # A key is whole, or the first two columns of one: all clocks of a run.
         for key in [whole] if whole in rows else self.under.get((change.table, *whole[:2]), ()):
@@ -148,19 +153,18 @@ class Database:
             self.workers[worker_key] = replace(worker, lease_expires_at_ms=now_ms + LEASE_MS)
             return True
 
-    def since(self, after: int, until: int | None = None) -> list[Stored]:
-        """The events with a position above `after` and up to `until`."""
-        position = attrgetter("position")
-        low = bisect_right(self.journal, after, key=position)
-        return self.journal[low : None if until is None else bisect_right(self.journal, until, key=position)]
+    def parent_of(self, run: Run) -> str | None:
+        """The lineage that has a run as a child."""
+        row = self.rows.get(CHILDREN, {}).get((run.key, run.workflow))
+        return None if row is None else str(RunId(row["parent_name"], row["parent_id"]))
 
     def forget(self, gone: Sequence[Run]) -> None:
         """Delete runs, and all there is of them."""
-        keys = {run.run_key for run in gone}
         for run in gone:
             del self.runs[run.run_id], self.heads[run.run_key], self.ids[run.run_key]
             for stored in self.by_run.pop(run.run_key):
                 del self.by_event[run.run_key, stored.event_id]
+                self.journal.remove(stored.position)
             self.snapshots.forget(run.run_id)
             self.step_maps.pop(run.run_key, None)
             self.pending.discard(run.run_key)
@@ -171,18 +175,19 @@ class Database:
             if run.round_ordinal == 0:
                 self.last_rounds.pop(run.run_id, None)
                 self._forget_children(run)
-        self.journal[:] = [stored for stored in self.journal if stored.run_key not in keys]
 
     def _forget_children(self, run: Run) -> None:
         rows = self.rows.get(CHILDREN, {})
-        for key, row in list(rows.items()):
-            if (row["parent_id"], row["parent_name"]) == (run.key, run.workflow):
-                self.under.pop((CHILDREN, *key), None)
-                del rows[key]
-        rows.pop((run.key, run.workflow), None)
-        self.under.pop((CHILDREN, run.key, run.workflow), None)
-        for child in [one for one in self.runs.values() if one.parent_run_id == run.run_id and not one.round_ordinal]:
-            self.keep(replace(child, parent_run_id=None))
+        for whole in self.linked.pop((run.key, run.workflow), ()):
+            rows.pop(whole, None)
+            self.under.pop((CHILDREN, *whole), None)
+            child = self.runs.get(str(RunId(whole[1], whole[0])))
+            if child is not None and child.parent_run_id == run.run_id:
+                self.keep(replace(child, parent_run_id=None))
+        own = rows.pop((run.key, run.workflow), None)
+        if own is not None:
+            self.under.pop((CHILDREN, run.key, run.workflow), None)
+            self.linked[own["parent_id"], own["parent_name"]].discard((run.key, run.workflow))
 
     def pending_runs(self) -> Iterator[Run]:
         """The pending runs, oldest first."""
@@ -339,7 +344,7 @@ class MemoryStore:
 
     def _write(self, decision: Decision) -> Decision:
         """Write all of a decision, or raise with nothing written; the decision with the keys of new runs."""
-        last, key = self._db.last_position, self._db.last_key
+        last, key = self._db.journal.last, self._db.last_key
         writes: list[Write] = []
         appended: list[Stored] = []
         for write in decision.writes:
@@ -368,10 +373,10 @@ class MemoryStore:
                 self._db.keep(write.run)
             for change in write.changes():
                 self._db.change(change)
-        self._db.last_position, self._db.last_key = last, key
+        self._db.journal.last, self._db.last_key = last, key
         if decision.gone:
             self._db.forget(decision.gone)
-        self._journal += appended
+        self._journal.extend(appended)
         for stored in appended:
             self._by_run[stored.run_key].append(stored)
             self._by_event[stored.run_key, stored.event_id] = stored
@@ -428,7 +433,7 @@ class MemoryStore:
 
     async def read(self, after: int, limit: int) -> list[Stored]:
         """Events by position."""
-        return self._db.since(after)[:limit]
+        return self._journal.read(after, limit=limit)
 
     async def register(self, incarnation: Incarnation) -> int:
         """Enter a worker."""
@@ -525,20 +530,16 @@ class MemoryStore:
         """Those of these runs that there are."""
         return {name for name in run_ids if name in self._runs}
 
-    async def last_run(self) -> int:
-        """The largest run_key."""
-        return self._db.last_key
-
-    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
+    async def ended_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
         """Lineages that have ended."""
         with self._db.lock:
-            names = (self._ids.get(key) for key in range(after + 1, until + 1))
-            found = [self._runs[name] for name in names if name is not None]
-            return [
-                run.run_id
-                for run in found
-                if not run.round_ordinal and run.terminal and (run.finished_at_ms or 0) <= before_ms
-            ]
+            found = (
+                (run.finished_at_ms, run.run_key, run)
+                for run in self._runs.values()
+                if run.finished_at_ms is not None and run.handoff_run_id is None and run.finished_at_ms <= before_ms
+            )
+            page = heapq.nsmallest(limit, (one for one in found if one[:2] > after))
+            return [Candidate(run.lineage_id, ended, key, self._db.parent_of(run)) for ended, key, run in page]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""
@@ -591,7 +592,7 @@ class MemoryKept:
         planned = []
         for rows in self._inline:
             if any(rows.model.wants(stored.topic) for stored in appended):
-                before = self._db.since(rows.position)
+                before = self._db.journal.read(rows.position)
                 planned.append((rows, rows.plan(self._decoded(rows.model, [*before, *appended]))))
         for rows, changes in planned:
             rows.take(changes, until)
@@ -602,15 +603,15 @@ class MemoryKept:
     async def setup(self, *, create: bool) -> None:
         """See `Kept`."""
         for rows in self._inline:
-            rows.apply(self._decoded(rows.model, self._db.since(rows.position)), self._db.last_position)
+            rows.apply(self._decoded(rows.model, self._db.journal.read(rows.position)), self._db.journal.last)
 
     async def head(self) -> int:
         """See `Kept`."""
-        return self._db.last_position
+        return self._db.journal.last
 
     async def read(self, after: int, until: int, topics: frozenset[str] | None, limit: int) -> list[Event]:
         """See `Kept`."""
-        found = [row for row in self._db.since(after, until) if topics is None or row.topic in topics]
+        found = [row for row in self._db.journal.read(after, until=until) if topics is None or row.topic in topics]
         return decoded(self._mapper, found[:limit])
 
     async def tracked(self, model: ReadModel) -> int | None:
@@ -633,13 +634,13 @@ class MemoryKept:
         """See `Kept`."""
         rows = self._rows[model.name]
         computed = Computed(model)
-        computed.fold(self._decoded(model, self._db.since(0, rows.position)))
+        computed.fold(self._decoded(model, self._db.journal.read(0, until=rows.position)))
         return rows.mend(computed.rows)
 
     async def rebuild_runs(self) -> Report:
         """See `Kept`."""
         computed = ComputedRuns({})
-        computed.fold(decoded(self._mapper, self._db.journal))
+        computed.fold(decoded(self._mapper, self._db.journal.read(0)))
         updated = 0
         for name, run in self._db.runs.items():
             should_be = mended(run, computed.runs.get(name), self._db.heads[run.run_key].owner is not None)

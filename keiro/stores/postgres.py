@@ -29,6 +29,7 @@ from keiro.projections.waits import ChildRow
 from keiro.rows import Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import (
+    Candidate,
     Incarnation,
     Listener,
     Pending,
@@ -804,13 +805,10 @@ class PostgresStore:
         """Those of these runs that there are."""
         return {row[0] for row in await self._select(*self._sql.named(self._sql.text.existing, run_ids))}
 
-    async def last_run(self) -> int:
-        """The largest run_key."""
-        return int((await self._select(self._sql.text.last_run, ()))[0][0] or 0)
-
-    async def ended_before(self, before_ms: int, after: int, until: int) -> list[str]:
+    async def ended_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
         """Lineages that have ended."""
-        return [row[0] for row in await self._select(self._sql.text.ended_before, (after, until, before_ms))]
+        rows = await self._select(*self._sql.ended_before(before_ms, after, limit))
+        return [self._sql.to_candidate(row) for row in rows]
 
     # Workers
 

@@ -137,6 +137,12 @@ runs: Final = Table(
         "wake_at_ms",
         where="status = 'suspended' AND wake_at_ms IS NOT NULL",
     ),
+    _partial(
+        "keiro_runs_finished_idx",
+        "finished_at_ms",
+        "run_key",
+        where="finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
+    ),
     _partial("keiro_runs_parent_idx", "parent_run_id", where="parent_run_id IS NOT NULL"),
     _partial("keiro_runs_lineage_idx", "lineage_id", "round_ordinal", where="round_ordinal > 0", unique=True),
     sqlite_autoincrement=True,

@@ -14,10 +14,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 from keiro.codec import Codec
 from keiro.decisions import Command, Decision, Outcome, Stored
 from keiro.errors import StoreError
+from keiro.identity import run_id
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
-from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Incarnation, WorkerRow
+from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Candidate, Incarnation, WorkerRow
 from keiro.stores.sets import PerRow, inserted, updated
 from keiro.stores.work import consider, execute
 
@@ -113,13 +114,13 @@ class Tables:
         )
         self.free_children = f"UPDATE {runs} SET parent_run_id = NULL WHERE parent_run_id = ? AND round_ordinal = 0"
         self.delete_run = f"DELETE FROM {runs} WHERE run_key = ?"
-        # By ranges of keys: however few there are in the table, a look takes as long as it is said to.
         self.ended_before = (
-            f"SELECT r.run_id FROM {runs} r WHERE r.run_key > ? AND r.run_key <= ? AND r.round_ordinal = 0"
-            " AND r.finished_at_ms <= ? AND r.status IN ('completed', 'failed', 'cancelled') ORDER BY r.run_key"
+            f"SELECT r.lineage_id, r.finished_at_ms, r.run_key, c.parent_id, c.parent_name FROM {runs} r"
+            f" LEFT JOIN {children} c ON c.child_id = r.key AND c.child_name = r.workflow"
+            " WHERE r.finished_at_ms IS NOT NULL AND r.handoff_run_id IS NULL AND r.finished_at_ms <= ?"
+            " AND (r.finished_at_ms, r.run_key) > (?, ?) ORDER BY r.finished_at_ms, r.run_key LIMIT ?"
         )
         self.existing = f"SELECT r.run_id FROM {runs} r WHERE r.run_id IN ({{names}})"
-        self.last_run = f"SELECT max(run_key) FROM {runs}"
         self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
         stored = "j.position, j.run_key, j.version, j.event_id, j.topic, j.payload, j.recorded_at_ms"
         self.load_event = (
@@ -518,6 +519,16 @@ class Sql:
                 filters += f" AND r.{column} = ?"
                 values.append(wanted)
         return self.text.list_runs.replace("{filters}", filters), (*values, limit)
+
+    def ended_before(self, before_ms: int, after: tuple[int, int], limit: int) -> Statement:
+        """A page of lineages that have ended, in the order of their ends."""
+        return self.text.ended_before, (before_ms, *after, limit)
+
+    def to_candidate(self, row: Row) -> Candidate:
+        """A row of `ended_before`."""
+        lineage_id, finished_at_ms, run_key, parent_key, parent_name = row
+        parent = None if parent_key is None else run_id(parent_name, parent_key)
+        return Candidate(lineage_id, int(finished_at_ms), int(run_key), parent)
 
     def named(self, sql: str, names: Sequence[Any]) -> Statement:
         """A statement over a list of names."""

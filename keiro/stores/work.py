@@ -240,7 +240,12 @@ class _Work:
             self._runs[run.run_id] = None
             self._gone[run.run_id] = run
         if decision.gone:
-            self._newest[decision.gone[0].lineage_id] = None
+            lineage = decision.gone[0].lineage_id
+            self._newest[lineage] = None
+            for name, known in self._runs.items():
+                # Else it would be taken for a child of the next run with this id, in this very batch.
+                if known is not None and known[0].parent_run_id == lineage:
+                    self._runs[name] = (replace(known[0], parent_run_id=None), known[1])
         for write in decision.writes:
             run_id = write.run_id
             self._runs[run_id] = (write.run, write.head)

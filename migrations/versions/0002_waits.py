@@ -86,6 +86,9 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         " WHERE status = 'pending' AND next_attempt_at_ms IS NOT NULL",
         f"CREATE INDEX keiro_runs_wake_idx ON {runs} (workflow, wake_at_ms)"
         " WHERE status = 'suspended' AND wake_at_ms IS NOT NULL",
+        # What has ended, in the order of ends: retention begins with the oldest and looks at nothing that is younger.
+        f"CREATE INDEX keiro_runs_finished_idx ON {runs} (finished_at_ms, run_key)"
+        " WHERE finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
         f"CREATE INDEX keiro_clock_deadlines_pending_idx ON {clocks} (completed_at_ms, due_at_ms)",
         f"CREATE INDEX keiro_clock_deadlines_execution_idx ON {clocks} (execution_id)",
         f"CREATE INDEX keiro_deferred_completions_execution_idx ON {deferreds} (execution_id)",

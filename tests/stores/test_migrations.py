@@ -116,6 +116,7 @@ keiro_clock_deadlines_execution_idx keiro_clock_deadlines(execution_id)
 keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_ms)
 keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
+keiro_runs_finished_idx keiro_runs(finished_at_ms,run_key) where finished_at_ms is not null and handoff_run_id is null
 keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
 keiro_runs_paced_idx keiro_runs(workflow,next_attempt_at_ms) where status = 'pending' and next_attempt_at_ms is not null
 keiro_runs_parent_idx keiro_runs(parent_run_id) where parent_run_id is not null

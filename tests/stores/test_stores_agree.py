@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from keiro.decisions import (
     Append,
     Cancel,
+    Collect,
     Command,
     Deliver,
     Fire,
@@ -59,6 +60,7 @@ STEPS = ("one", "two", "three")
 WORKFLOWS = ("alpha", "beta")
 FAILURE = capture(ValueError("no"))
 FROM_OUTSIDE = (
+    "collect",
     "deliver", "spawn", "spawn", "rotate", "cancel", "resurrect", "retract", "fire", "fire", "end", "attributes",
     "nobody",
 )  # fmt: skip
@@ -124,6 +126,8 @@ class World:
         by_run = [[(row.version, row.topic, row.payload) for row in histories[run.run_key]] for run in runs]
         listed = [worker[row.worker_key] for row in await self.store.workers()]
         ended = sorted(run.run_id for run in await self.store.ended([run.run_id for run in runs]))
+        candidates = await self.store.ended_before(2**53, (-1, 0), 1000)
+        ended += [repr(replace(one, run_key=order[one.run_key])) for one in candidates]
         return rows, journal, by_run, listed, ended, await self.waits()
 
     async def waits(self) -> dict[str, list[dict[str, Any]]]:
@@ -431,6 +435,9 @@ class Lockstep(RuleBasedStateMachine):
             case "retract":
                 steps = (*DEFERRED_STEPS, "one", "sleep:one", child_step("a"), child_result_step("b"))
                 return Retract(lineage, steps[n], self.now)
+            case "collect":
+                parent = (None, None, "wf:alpha-b")[n % 3]
+                return Collect(lineage, self.now - (0, 10_000)[n % 2], parent)
             case "attributes":
                 return born(workflow, key, n % 2, one, self.now, None, attributes={"n": n})
         if last not in known:
@@ -510,6 +517,7 @@ async def wipe(world: World) -> None:
             for table in vars(store._db).values():
                 if isinstance(table, dict | list | set) and table is not store._db.open_stores:
                     table.clear()
+            store._db.journal.__init__()
         case "SQLiteStore":
             store._conn.execute("DELETE FROM keiro_runs")
             store._conn.execute("DELETE FROM keiro_workers")
