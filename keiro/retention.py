@@ -26,7 +26,7 @@ AT_ONCE: Final = 100
 class Collection(msgspec.Struct, frozen=True):
     """What `Engine.gc` has deleted, or with `dry_run` would.
 
-    `collected` are the run ids of lineages (those of round 0), oldest first, with `runs` rounds in them. `scanned` had
+    `collected` are the run ids of lineages (those of round 0), oldest end first, with `runs` rounds in them. `scanned` had
     ended in time; those of them that are not in `collected` are still held by their parents. `failed` are the ones
     whose deletion was refused by the store, each with the reason.
     """
@@ -46,7 +46,7 @@ async def collect(store: Store, older_than: float | timedelta, *, dry_run: bool)
         raise InvalidCall("gc(older_than=None): say how long runs are to be kept after their end")
     before_ms = max(0, store.now_ms() - round(age * 1000))
     scanned = runs = 0
-    collected: list[tuple[int, str]] = []
+    collected: list[str] = []
     failed: list[tuple[str, str]] = []
     after = (-1, 0)
     while page := await store.ended_before(before_ms, after, BITE):
@@ -56,13 +56,13 @@ async def collect(store: Store, older_than: float | timedelta, *, dry_run: bool)
             some = page[at : at + AT_ONCE]
             for one, outcome in zip(some, await _decided(store, some, before_ms, dry_run), strict=True):
                 if isinstance(outcome, Collected):
-                    collected.append((one.run_key, one.run_id))
+                    collected.append(one.run_id)
                     runs += outcome.rounds
                 elif isinstance(outcome, BaseException):
                     failed.append((one.run_id, str(outcome)))
             # Where the store works on this very thread, nothing else would run before all is done.
             await asyncio.sleep(0)
-    return Collection(scanned, runs, tuple(run_id for _, run_id in sorted(collected)), tuple(failed))
+    return Collection(scanned, runs, tuple(collected), tuple(failed))
 
 
 async def _decided(store: Store, some: list[Candidate], before_ms: int, dry_run: bool) -> list[Outcome | BaseException]:

@@ -43,7 +43,7 @@ def left_over(store_url: str, engine: keiro.Engine) -> dict[str, int]:
         found = {
             "runs": len(db.runs),
             "heads": len(db.heads),
-            "journal": len(db.journal),
+            "journal": len(db.journal.read(0)),
             "by_event": len(db.by_event),
             "by_run": len(db.by_run),
             "rounds": len(db.last_rounds),
@@ -111,7 +111,7 @@ async def test_wf_150_and_151_what_ended_in_time_goes_with_all_there_is_of_it(
         done = await engine.gc(older_than=0)
 
         kids = tuple(f"wf:kid-a-kid-{n}" for n in (1, 0))
-        assert preview == done == retention.Collection(3, 4, ("wf:everything-a", *kids), ())
+        assert preview == done == retention.Collection(3, 4, (*kids, "wf:everything-a"), ())
         with pytest.raises(keiro.RunNotFound):
             await handle.run()
         with pytest.raises(keiro.RunNotFound):
@@ -170,7 +170,7 @@ async def test_ch_66_a_child_that_runs_on_is_a_plain_run_when_its_parent_is_gone
 async def test_u22_a_run_that_rotates_for_ever_does_not_keep_the_children_of_its_rounds(
     make_engine: MakeEngine,
 ) -> None:
-    """U22: a child that the newest round neither has nor was told of."""
+    """U22: a child that the newest round and the one before neither have nor were told of."""
 
     @keiro.workflow
     async def rotates(run: keiro.WorkflowRun, at: int) -> None:
@@ -185,8 +185,8 @@ async def test_u22_a_run_that_rotates_for_ever_does_not_keep_the_children_of_its
         while (await handle.run()).round_ordinal < 2:
             await asyncio.sleep(0.002)
         await reached(handle, "child:a-2:result")
-        assert (await engine.gc(0)).collected == ("wf:kid-a-0", "wf:kid-a-1")
-        assert [child.child_id for child in await handle.children()] == ["a-2"]
+        assert (await engine.gc(0)).collected == ("wf:kid-a-0",)
+        assert [child.child_id for child in await handle.children()] == ["a-1", "a-2"]
 
 
 async def test_a_child_that_a_failed_parent_was_not_told_of_goes_with_it_and_not_before(

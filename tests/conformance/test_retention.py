@@ -643,7 +643,6 @@ async def test_what_has_ended_is_found_by_an_index_on_postgres(postgres_url: str
                 text.ended_before,
                 text.free_children,
                 text.delete_run,
-                text.rounds,
             )
             for n, sql in enumerate(statements):
                 count = sql.count("?")
