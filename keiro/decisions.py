@@ -680,7 +680,9 @@ def _collect(command: Collect) -> Deciding:
     kept = yield from _kept(command.run_id, command.before_ms, command.parent)
     if kept is not None:
         return Decision(Refused(kept))
-    rounds: list[Run] = yield Rounds(command.run_id)
+    newest: Loaded = yield Newest(command.run_id)
+    # Most have one round, which is known: no further question, and so no round trip under the lock.
+    rounds: list[Run] = (yield Rounds(command.run_id)) if newest.run.round_ordinal else [newest.run]
     return Decision(Collected(len(rounds)), gone=tuple(rounds))
 
 

@@ -26,8 +26,8 @@ AT_ONCE: Final = 100
 class Collection(msgspec.Struct, frozen=True):
     """What `Engine.gc` has deleted, or with `dry_run` would.
 
-    `collected` are the run ids of lineages (those of round 0), oldest end first, with `runs` rounds in them. `scanned` had
-    ended in time; those of them that are not in `collected` are still held by their parents. `failed` are the ones
+    `collected` are the run ids of lineages (those of round 0), oldest end first, with `runs` rounds in them. `scanned`
+    had ended in time; those of them that are not in `collected` are still held by their parents. `failed` are the ones
     whose deletion was refused by the store, each with the reason.
     """
 

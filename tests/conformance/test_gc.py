@@ -111,7 +111,8 @@ async def test_wf_150_and_151_what_ended_in_time_goes_with_all_there_is_of_it(
         done = await engine.gc(older_than=0)
 
         kids = tuple(f"wf:kid-a-kid-{n}" for n in (1, 0))
-        assert preview == done == retention.Collection(3, 4, (*kids, "wf:everything-a"), ())
+        assert preview == done == retention.Collection(3, 4, done.collected, ())
+        assert sorted(done.collected) == sorted((*kids, "wf:everything-a"))
         with pytest.raises(keiro.RunNotFound):
             await handle.run()
         with pytest.raises(keiro.RunNotFound):
@@ -147,7 +148,10 @@ async def test_ch_65_and_wf_153_a_child_stays_while_its_parent_may_ask_for_it(
         assert [child.status for child in await handle.children()] == ["completed"]
         await engine.complete(handle.run_id, "more", 1)
         assert await handle.result() == 2
-        assert (await engine.gc(0)).collected == ("wf:has_a_kid-a", "wf:kid-a-kid")
+        assert (await engine.gc(0)).collected in (
+            ("wf:kid-a-kid", "wf:has_a_kid-a"),
+            ("wf:has_a_kid-a", "wf:kid-a-kid"),  # they ended in the same millisecond
+        )
         assert left_over(store_url, engine) == {}
 
 
