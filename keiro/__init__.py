@@ -34,6 +34,8 @@ from keiro.errors import StoreUnavailable as StoreUnavailable
 from keiro.errors import UnknownWorkflow as UnknownWorkflow
 from keiro.errors import WorkflowCancelled as WorkflowCancelled
 from keiro.errors import WorkflowFailed as WorkflowFailed
+from keiro.limits import Queue as Queue
+from keiro.limits import Rate as Rate
 from keiro.projections.base import Projection as Projection
 from keiro.projections.base import position_of as position_of
 from keiro.retry import Retry as Retry
@@ -66,6 +68,8 @@ __all__ = (
     "PayloadRejected",
     "Projection",
     "ProjectionFailed",
+    "Queue",
+    "Rate",
     "Retry",
     "Run",
     "RunConflict",

@@ -101,10 +101,11 @@ class BlockingEngine:
         return BlockingHandle(self, self.wait(self.engine.start(workflow, *args, id=id, **kwargs)))
 
     def start_many(
-        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None
+        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None, priority: int = 0
     ) -> list[BlockingHandle]:
         """As `Engine.start_many`."""
-        return [BlockingHandle(self, handle) for handle in self.wait(self.engine.start_many(workflow, inputs, ids=ids))]
+        started = self.engine.start_many(workflow, inputs, ids=ids, priority=priority)
+        return [BlockingHandle(self, handle) for handle in self.wait(started)]
 
     @property
     def children(self) -> BlockingChildren:

@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 from keiro.codec import Decoder, InputCodec, input_codec, result_decoder
 from keiro.errors import InvalidCall
 from keiro.identity import check_step_name, check_workflow_name
+from keiro.limits import check_queue_name
 from keiro.retry import Retry
 
 P = ParamSpec("P")
@@ -141,6 +142,7 @@ class Workflow:
         retry: Retry | None = None,
         version: str | None = None,
         patches: Sequence[str] = (),
+        queue: str | None = None,
         aggregate: type[Any] | None = None,
     ) -> None:
         if not inspect.iscoroutinefunction(body):
@@ -156,6 +158,7 @@ class Workflow:
         if isinstance(patches, str) or not all(isinstance(patch, str) and patch for patch in patches):
             raise InvalidCall(f"patches of workflow {self.name!r} is a list of names, not {patches!r}")
         self.patches = tuple(patches)
+        self.queue = None if queue is None else check_queue_name(queue)
         self.aggregate = aggregate
         self.input: InputCodec = input_codec(body, skip_first=True, where=f"input of workflow {self.name!r}")
         self.decode_result: Decoder = result_decoder(body, where=f"result of workflow {self.name!r}")
@@ -177,6 +180,7 @@ def workflow(
     retry: Retry | None = None,
     version: str | None = None,
     patches: Sequence[str] = (),
+    queue: str | None = None,
 ) -> Callable[[Callable[..., Any]], Workflow]: ...
 def workflow(
     body: Callable[..., Any] | None = None,
@@ -186,16 +190,18 @@ def workflow(
     retry: Retry | None = None,
     version: str | None = None,
     patches: Sequence[str] = (),
+    queue: str | None = None,
 ) -> Any:
     """Make an async function whose first parameter is the run into a workflow.
 
     `name` (default: the function's) is stored with every run: keep it when the function is renamed. `retry` runs the
     body again after an exception left it (default: the run fails). `version` is a tag stored with each run.
-    `patches` are the names that `run.patched(name)` holds for in rounds that begin from now on.
+    `patches` are the names that `run.patched(name)` holds for in rounds that begin from now on. `queue` is the name
+    of a `keiro.Queue` whose limits its runs keep, with those of all other workflows in it (default: no limits).
     """
 
     def decorate(body: Callable[..., Any]) -> Workflow:
-        return Workflow(body, name=name, retry=retry, version=version, patches=patches)
+        return Workflow(body, name=name, retry=retry, version=version, patches=patches, queue=queue)
 
     return decorate if body is None else decorate(body)
 

@@ -970,7 +970,13 @@ class Driver:
     # Children
 
     def spawn(
-        self, workflow: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None, on_cancel: str
+        self,
+        workflow: Workflow,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: str | None,
+        on_cancel: str,
+        priority: int,
     ) -> Coroutine[Any, Any, str]:
         """Reserve the child's key now; the coroutine records the child and gives its key."""
         strand = self._here()
@@ -981,9 +987,11 @@ class Driver:
             number = self._spawned[path] = self._spawned.get(path, 0) + 1
             key = f"{self.run.key}-{path}.{number}" if strand.path != "0" else f"{self.run.key}-{path}{number}"
         payload = workflow.input.encode(args, kwargs, limit=self.host.payload_limit)
-        return self._spawn(strand, workflow, payload, check_key(key), on_cancel)
+        return self._spawn(strand, workflow, payload, check_key(key), on_cancel, priority)
 
-    async def _spawn(self, strand: Strand, workflow: Workflow, payload: bytes, key: str, on_cancel: str) -> str:
+    async def _spawn(
+        self, strand: Strand, workflow: Workflow, payload: bytes, key: str, on_cancel: str, priority: int
+    ) -> str:
         step, child = child_step(key), run_id(workflow.name, key)
         found = self._history.get(step)
         if found is None:
@@ -998,6 +1006,7 @@ class Driver:
                 on_cancel=on_cancel,
                 version=workflow.version,
                 patches=workflow.patches,
+                priority=priority,
             )
             spawned = Spawned(run_id=child, workflow=workflow.name, key=key, on_cancel=on_cancel)
             recorded = StepRecorded(step=step, result=Raw(msgspec.json.encode(spawned)), started_at_ms=at_ms)
@@ -1051,6 +1060,7 @@ class Driver:
             deadline_at_ms=run.deadline_at_ms,
             version=self.workflow.version,
             patches=self.workflow.patches,
+            priority=run.priority,
         )
         taken = frozenset(step.removeprefix("awk:") for step in self._consumed or () if step.startswith("awk:"))
 

@@ -55,6 +55,7 @@ from keiro.identity import (
     run_id,
     token_step,
 )
+from keiro.limits import Queue, check_priority, limits_of
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.steps import StepRow
@@ -98,6 +99,7 @@ class Engine:
     `durability="normal"` (SQLite only) acknowledges before the disk has flushed: a power cut may take the newest
     commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is
     called with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
+    `queues` describe the limits of the workflows that have a `queue`; this engine keeps them whenever it claims.
 
     `projections` are read models of your own, classes or instances of `keiro.Projection`. Their tables are created
     where the schema is migrated, else they must be there.
@@ -115,6 +117,7 @@ class Engine:
         strict: bool = False,
         grace: float = 10.0,
         concurrency: int = 1000,
+        queues: Sequence[Queue] = (),
         payload_limit: int = codec.PAYLOAD_LIMIT,
     ) -> None:
         _check_options(worker=worker, strict=strict, **({} if migrate is None else {"migrate": migrate}))
@@ -132,6 +135,9 @@ class Engine:
         self._workflows: dict[str, Workflow] = {}
         for one in _listed("workflows", workflows):
             self._register(workflow_of(one))
+        self._limits = limits_of(
+            _listed("queues", queues), ((one.name, one.queue) for one in self._workflows.values()), claims=worker
+        )
         self.mapper = EventMapper(self._workflows.values())
         self._read_models = ReadModels(_listed("projections", projections), self.store, self.mapper, self)
         self._transactions = Transactions(
@@ -172,7 +178,7 @@ class Engine:
             raise
         try:
             await self._read_models.open(create=self._migrate, moved=self._moved)
-            self._worker = Worker(self, list(self._workflows), claims=self._claims)
+            self._worker = Worker(self, list(self._workflows), self._limits, claims=self._claims)
             await self._worker.start()
         except BaseException:
             self._worker = None
@@ -269,13 +275,15 @@ class Engine:
         *args: Any,
         id: str | None = None,
         delay: float | timedelta | None = None,
+        priority: int = 0,
         connection: Any = None,
         **kwargs: Any,
     ) -> Handle:
         """Start a run and return its handle. On return the run and its input are durable and it will be driven to its
         end. `id` is its key within the workflow (default: a random one); starting a key that exists returns the
         existing run if the input is equal, else raises `RunConflict`. With `delay` (seconds) it is first driven when
-        that time has gone by.
+        that time has gone by. Of the runs that wait for a worker, those with the lowest `priority` come first, then the
+        oldest; it is kept through all rounds.
 
         With `connection`, a SQLAlchemy, sqlite3 or psycopg connection to the same database (or what `transact` gives
         its body), the run is part of the transaction open on it: it exists once the caller commits, and never if the
@@ -291,9 +299,10 @@ class Engine:
             and worker.leased
             and connection is None
             and not after
+            and definition.queue is None  # whose limits are counted where runs are claimed
             and self.free_slots() > 0
         )
-        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None, after)
+        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None, after, priority)
         if owned:
             outcome = await self.submit_birth(command)
         else:
@@ -304,7 +313,7 @@ class Engine:
         return handle
 
     async def start_many(
-        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None
+        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None, priority: int = 0
     ) -> list[Handle]:
         """Start many runs of one workflow at once; their handles, in the order of `inputs`.
 
@@ -319,7 +328,10 @@ class Engine:
         keys = [None] * len(given) if ids is None else _listed("ids", ids)
         if len(keys) != len(given):
             raise InvalidCall(f"start_many: {len(given)} inputs and {len(keys)} ids: give one id for each input")
-        commands = [self._start_of(definition, args, {}, key, None) for args, key in zip(given, keys, strict=True)]
+        commands = [
+            self._start_of(definition, args, {}, key, None, priority=priority)
+            for args, key in zip(given, keys, strict=True)
+        ]
         handles: list[Handle] = []
         conflict: RunConflict | None = None
         for at in range(0, len(commands), BULK):
@@ -350,6 +362,7 @@ class Engine:
         id: str | None,
         owner: int | None,
         after: float | None = None,
+        priority: int = 0,
     ) -> Start:
         at_ms = self.wall_ms()
         key = check_key(id) if id is not None else uuid.uuid4().hex
@@ -360,6 +373,7 @@ class Engine:
             start_at_ms=at_ms + round(after * 1000) if after else None,
             version=definition.version,
             patches=definition.patches,
+            priority=priority if priority == 0 and type(priority) is int else check_priority(priority),
         )
         return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), at_ms, owner)
 
@@ -768,6 +782,8 @@ class Engine:
         worker = self._worker
         if worker is None or not worker.leased or self._workflows.get(workflow.name) is not workflow:
             return None
+        if workflow.queue is not None:
+            return None  # its limits are counted where runs are claimed
         return worker.key if self.free_slots() > 0 else None
 
     def submit_birth(self, command: Command) -> Future[Outcome]:
@@ -787,6 +803,8 @@ class Engine:
         for name in touched:
             if (driver := self._resident.get(name)) is not None:
                 driver.wake()
+        if self._limits and self._worker is not None and any(map(self._frees, changed)):
+            self._worker.wake()
         for run in changed:
             if run.terminal and run.handoff_run_id is None:
                 driver = self._resident.get(run.run_id)
@@ -812,6 +830,10 @@ class Engine:
                 self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), NOTHING)
         for event in self._moved:
             event.set()
+
+    def _frees(self, run: Run) -> bool:
+        """Whether a slot of a queue may have become free: of a workflow that is not ours it is not known."""
+        return run.status != Status.RUNNING and (run.workflow in self._limits or run.workflow not in self._workflows)
 
     def woken(self) -> None:
         """Another process committed: look for what may concern us."""

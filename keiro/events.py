@@ -88,6 +88,8 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The version tag of the workflow's code."""
     patches: tuple[str, ...] = ()
     """The patches that the program which began the round had: for this round they are decided."""
+    priority: int = 0
+    """Where the run stands among those that wait for a worker: the lowest first."""
 
 
 class StepRecorded(Event, frozen=True, kw_only=True, omit_defaults=True):

@@ -55,6 +55,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cancel_requested_at_ms: int | None = None
     handoff_run_id: str | None = None
     """The next round, where this one has handed off to it."""
+    priority: int = 0
+    """Of the runs that wait for a worker, those with the lowest come first."""
 
     @property
     def terminal(self) -> bool:

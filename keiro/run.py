@@ -55,8 +55,8 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
 
     A subclass has `async def execute(self, ...)` as its body, `@keiro.event` methods as its commands, and may
     have an `__init__` without parameters that sets the state of a new run. Class arguments: `name` (default:
-    the class's name), `retry`, `version` and `patches`, as for `@keiro.workflow`. A class whose `execute` is an
-    abstract method is a base for others.
+    the class's name), `retry`, `version`, `patches` and `queue`, as for `@keiro.workflow`. A class whose `execute` is
+    an abstract method is a base for others.
 
     Plain `Basket()` makes an instance without a journal: commands can be called on it, `collect_events()` has
     what they triggered. The same goes for an instance from `engine.repository`.
@@ -96,6 +96,7 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         retry: Retry | None = None,
         version: str | None = None,
         patches: Sequence[str] = (),
+        queue: str | None = None,
         **kwargs: Any,
     ) -> None:
         # Not the library's own: that refuses a second class of one name in a module, which reloads define.
@@ -118,7 +119,7 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         cls._keiro_workflow = None
         if not getattr(body, "__isabstractmethod__", False):
             cls._keiro_workflow = Workflow(
-                body, name=label, retry=retry, version=version, patches=patches, aggregate=cls
+                body, name=label, retry=retry, version=version, patches=patches, queue=queue, aggregate=cls
             )
             aggregates[label] = cls
 

@@ -23,6 +23,7 @@ from keiro.errors import ChildCancelled, ChildFailed, DecodeFailed, DeferredCanc
 from keiro.events import ms_of, time_of
 from keiro.failures import revive, summary
 from keiro.identity import check_step_name, child_result_step, deferred_step, parse_run_id, run_id, token_of
+from keiro.limits import check_priority
 from keiro.projections.waits import decode_exit
 from keiro.retry import Retry
 from keiro.rows import Status
@@ -70,7 +71,13 @@ class Driver(Protocol):
         """The coroutine gives the secret of a deferred."""
 
     def spawn(
-        self, workflow: Workflow, args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None, on_cancel: str
+        self,
+        workflow: Workflow,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: str | None,
+        on_cancel: str,
+        priority: int,
     ) -> Coroutine[Any, Any, str]:
         """Reserve the child's key now; the coroutine records the child and gives its key."""
 
@@ -267,12 +274,19 @@ class Scope(metaclass=ABCMeta):
     # Children
 
     def spawn(
-        self, workflow: Any, /, *args: Any, id: str | None = None, on_cancel: str = "cancel", **kwargs: Any
+        self,
+        workflow: Any,
+        /,
+        *args: Any,
+        id: str | None = None,
+        on_cancel: str = "cancel",
+        priority: int = 0,
+        **kwargs: Any,
     ) -> Coroutine[Any, Any, Child]:
         """Start a run as a child of this one; on return it is durable. `id` is its key (default: made of this run's
         key, the workflow and a number); a child with that id that this run has is attached to. `on_cancel` says what
-        becomes of it when this run is cancelled: `cancel`, or `detach` to let it go on. Raises `RunConflict` for a run
-        that is another's, was started on its own and has not ended, or has another input.
+        becomes of it when this run is cancelled: `cancel`, or `detach` to let it go on. `priority` is its place among
+        the runs that wait for a worker, the lowest first. Raises `RunConflict` for a run that is another's, was started on its own and has not ended, or has another input.
         """
         from keiro.run import workflow_of
 
@@ -280,7 +294,9 @@ class Scope(metaclass=ABCMeta):
             raise InvalidCall(f"run.spawn(on_cancel={on_cancel!r}): it is 'cancel' or 'detach'")
         definition = workflow_of(workflow)
         driver = self._driver("spawn")
-        return _spawned(driver, definition, driver.spawn(definition, args, kwargs, id, on_cancel))
+        return _spawned(
+            driver, definition, driver.spawn(definition, args, kwargs, id, on_cancel, check_priority(priority))
+        )
 
     def call(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Start a child and wait for its result."""

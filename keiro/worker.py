@@ -22,6 +22,7 @@ from keiro import history
 from keiro.decisions import Appended, Fire
 from keiro.errors import StoreError
 from keiro.history import History, load
+from keiro.limits import NO_LIMITS, Limits, queues_of
 from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
 
@@ -69,10 +70,13 @@ class Employer(Protocol):
 class Worker:
     """Registers, renews, claims, buries."""
 
-    def __init__(self, employer: Employer, workflows: Sequence[str], *, claims: bool) -> None:
+    def __init__(
+        self, employer: Employer, workflows: Sequence[str], limits: Limits = NO_LIMITS, *, claims: bool
+    ) -> None:
         self._employer = employer
         self._store = employer.store
         self._workflows = tuple(workflows)
+        self._limits = limits
         self._claims = claims
         self._incarnation = incarnation()
         self.key = 0
@@ -204,7 +208,7 @@ class Worker:
         while self._claims and (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
             self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:
-                taken = await self._store.claim(key, self._workflows, room)
+                taken = await self._store.claim(key, self._workflows, room, self._limits)
                 if not taken:
                     break
                 histories = await self._history(key, taken)
@@ -215,12 +219,20 @@ class Worker:
                 return SAFETY_POLL_S
             for run, head in taken:
                 self._employer.adopt(run, head, histories[run.run_key])
-        due = await self._store.next_due_ms(self._workflows)
-        if due is None or due <= began:
-            # What was due before and is not taken waits for a free slot, or for the next incarnation: no use in
-            # asking again at once.
-            return SAFETY_POLL_S
-        return min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
+        # What was due before and is not taken waits for a free slot, or for the next incarnation: no use in asking
+        # again at once.
+        due = min((due for due in await self._dues(began) if due is not None and due > began), default=None)
+        return SAFETY_POLL_S if due is None else min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
+
+    async def _dues(self, began: int) -> list[int | None]:
+        """When something may be claimed that cannot be now; each queue by itself, for what is due in a full one must
+        not hide what will be due in another."""
+        dues = [await self._store.next_due_ms([name for name in self._workflows if name not in self._limits])]
+        for queue, names in queues_of(self._limits).values():
+            dues.append(await self._store.next_due_ms(names))
+            # As of before the claim: a rate that opened since then is due at once.
+            dues.append(await self._store.opens_ms(queue, began))
+        return dues
 
     def _trouble(self, error: Exception) -> None:
         # Whatever it was, the loops go on: a worker that ended without a word would leave its runs to nobody.
@@ -359,7 +371,10 @@ class Worker:
                 continue
             if await self._store.bury(row):
                 self._employer.report("worker_buried", "", worker=row.worker_id, host=row.host, pid=row.pid)
-                self.wake()
+                if self._limits:
+                    self._store.announce()  # the slots it held may be for others to take than this worker
+                else:
+                    self.wake()
 
 
 def _elapsed() -> float:

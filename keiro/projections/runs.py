@@ -49,6 +49,7 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
                 created_at_ms=at_ms,
                 deadline_at_ms=event.deadline_at_ms,
                 next_attempt_at_ms=event.start_at_ms,
+                priority=event.priority,
             )
         case WorkflowCompleted() if run is not None:
             after = _ended(run, Status.COMPLETED, at_ms, result_json=bytes(event.result).decode())

@@ -16,6 +16,8 @@ import msgspec
 from keiro.decisions import Append, Command, Decision, Outcome, Spawn, Start, Stored
 from keiro.errors import StoreUnavailable
 from keiro.events import WorkflowStarted
+from keiro.limits import NO_LIMITS, Limits
+from keiro.limits import Queue as Limited
 from keiro.rows import Head, Run
 
 if TYPE_CHECKING:
@@ -156,8 +158,14 @@ class Store(Protocol):
     async def workers(self) -> list[WorkerRow]:
         """All listed workers."""
 
-    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
-        """Take pending (and due) runs of these workflows, oldest first. They are running and owned on return."""
+    async def claim(
+        self, worker_key: int, workflows: Sequence[str], limit: int, limits: Limits = NO_LIMITS
+    ) -> list[tuple[Run, Head]]:
+        """Take pending (and due) runs of these workflows, by priority, then oldest first. They are running and owned on
+        return. What `limits` let through is counted, and what is taken of it is written, in the same transaction."""
+
+    async def opens_ms(self, queue: Limited, at_ms: int) -> int | None:
+        """When the rate of a queue lets a run begin again, if it was used up at `at_ms`."""
 
     async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
         """The ids and versions of parked runs of these workflows whose time has come, the longest due first; at most
@@ -275,11 +283,11 @@ def known_and_left(batch: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 
 
 def is_plain(command: Start) -> bool:
-    """Whether a run is born as most are: at once, with no parent, in round 0."""
+    """Whether a run is born as most are: at once, with no parent, in round 0, of priority 0."""
     started = command.started.event
     assert isinstance(started, WorkflowStarted)
     special = (started.parent, started.attributes, started.deadline_at_ms, started.start_at_ms)
-    return started.round == 0 and special == (None, None, None, None)
+    return started.round == 0 and started.priority == 0 and special == (None, None, None, None)
 
 
 class Queue:

@@ -37,6 +37,8 @@ from keiro.decisions import (
 from keiro.errors import InvalidCall, KeiroError
 from keiro.events import Event
 from keiro.identity import RunId, parse_run_id
+from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
+from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.rebuilt import ComputedRuns, mended
@@ -90,6 +92,8 @@ class Database:
         self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
         self.under: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         self.due: set[int] = set()
+        self.held: dict[int, str] = {}  # of runs that are owned: the queue a slot of which they hold
+        self.starts: dict[str, dict[int, int]] = {}
 
     def keep(self, run: Run) -> None:
         """Store a row."""
@@ -125,15 +129,39 @@ class Database:
             elif change.unless_set is None or row[change.unless_set] is None:
                 row.update(change.values)
 
-    def claimable(self, now_ms: int, workflows: Sequence[str], limit: int) -> list[Run]:
-        """Pending runs that are due, and parked ones whose time has come; each gets half, however long the other is."""
+    def claimable(
+        self, now_ms: int, workflows: Sequence[str], limit: int, limits: Limits, lefts: dict[str, Left]
+    ) -> list[Run]:
+        """Pending runs that are due, and parked ones whose time has come, as far as the limits let them through."""
         parked = self.parked(now_ms, workflows)
         pending = [
             run
             for run in self.pending_runs()
             if run.workflow in workflows and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
         ]
-        return [*parked[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
+        pending.sort(key=lambda run: (run.priority, run.run_key))
+        heads = self.heads
+        return [
+            run
+            for run, _ in admitted(
+                [(run, heads[run.run_key]) for run in parked],
+                [(run, heads[run.run_key]) for run in pending],
+                limits,
+                lefts,
+                limit,
+            )
+        ]
+
+    def use(self, queue: Limited, worker_key: int, now_ms: int) -> Use:
+        """What is taken of a queue."""
+        owners = [self.heads[key].owner for key, name in self.held.items() if name == queue.name]
+        since = now_ms if queue.rate is None else now_ms - queue.rate.per_ms
+        starts = self.starts.get(queue.name, {})
+        return Use(
+            owned=sum(owner is not None for owner in owners),
+            mine=owners.count(worker_key),
+            started=sum(number for at, number in starts.items() if at > since),
+        )
 
     def parked(self, now_ms: int, workflows: Sequence[str]) -> list[Run]:
         """The parked runs whose time has come, the longest due first."""
@@ -461,20 +489,45 @@ class MemoryStore:
         """All workers."""
         return list(self._workers.values())
 
-    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
+    async def claim(
+        self, worker_key: int, workflows: Sequence[str], limit: int, limits: Limits = NO_LIMITS
+    ) -> list[tuple[Run, Head]]:
         """Take pending runs."""
         with self._db.lock:
             now = self.now_ms()
             taken: list[tuple[Run, Head]] = []
             if worker_key not in self._workers:
                 return taken
-            for run in self._db.claimable(now, workflows, limit):
+            db = self._db
+            for key in [key for key in db.held if self._heads[key].owner is None]:
+                del db.held[key]
+            lefts = {
+                name: left(queue, db.use(queue, worker_key, now), limit)
+                for name, (queue, _) in queues_of(limits).items()
+            }
+            for run in db.claimable(now, workflows, limit, limits, lefts):
+                db.held.pop(run.run_key, None)
+                if (queue := limits.get(run.workflow)) is not None:
+                    db.held[run.run_key] = queue.name
+                    if begins(run):
+                        starts = db.starts.setdefault(queue.name, {})
+                        starts[now] = starts.get(now, 0) + 1
+                        for at in [at for at in starts if at <= now - LONGEST_S * 1000]:
+                            del starts[at]
                 run = claimed(run, now)
                 head = self._heads[run.run_key]
                 head = self._heads[run.run_key] = replace(head, owner=worker_key, epoch=head.epoch + 1)
                 self._db.keep(run)
                 taken.append((run, replace(head)))
             return taken
+
+    async def opens_ms(self, queue: Limited, at_ms: int) -> int | None:
+        """When a rate that was used up has room again."""
+        with self._db.lock:
+            if queue.rate is None or self._db.use(queue, 0, at_ms).started < queue.rate.starts:
+                return None
+            since = at_ms - queue.rate.per_ms
+            return min(at for at in self._db.starts[queue.name] if at > since) + queue.rate.per_ms
 
     async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
         """Parked runs whose time has come."""

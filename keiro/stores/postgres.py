@@ -23,6 +23,8 @@ from msgspec.structs import replace
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
 from keiro.errors import KeiroError, StoreError, StoreUnavailable
+from keiro.limits import NO_LIMITS, Limits, let_through
+from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.waits import ChildRow
@@ -833,12 +835,25 @@ class PostgresStore:
         """All workers."""
         return self._sql.to_workers(await self._select(self._sql.text.list_workers, ()))
 
-    async def claim(self, worker_key: int, workflows: Sequence[str], limit: int) -> list[tuple[Run, Head]]:
+    async def claim(
+        self, worker_key: int, workflows: Sequence[str], limit: int, limits: Limits = NO_LIMITS
+    ) -> list[tuple[Run, Head]]:
         """Take pending runs."""
         # Looking needs no lock: an idle worker must not stop the others from writing.
-        if not await self._select(*self._sql.any_claimable(workflows, self.now_ms())):
+        now, open_now = self.now_ms(), workflows
+        if limits:
+            uses = [await self._select(*look) for look in self._sql.uses(worker_key, limits, now)]
+            open_now = let_through(workflows, limits, self._sql.to_lefts(limits, uses, limit))
+        if not await self._select(*self._sql.any_claimable(open_now, now)):
             return []
-        return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms()))
+        return await self._locked(lambda: self._sql.claim(worker_key, workflows, limit, self.now_ms(), limits))
+
+    async def opens_ms(self, queue: Limited, at_ms: int) -> int | None:
+        """When a rate that was used up has room again."""
+        if queue.rate is None:
+            return None
+        rows = await self._select(*self._sql.opens(queue.name, at_ms - queue.rate.per_ms, queue.rate.starts))
+        return int(rows[0][0]) + queue.rate.per_ms if rows else None
 
     async def due(self, workflows: Sequence[str]) -> list[tuple[str, int]]:
         """Parked runs whose time has come."""

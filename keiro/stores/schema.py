@@ -117,10 +117,12 @@ runs: Final = Table(
     Column("deadline_at_ms", _BIGINT),
     Column("cancel_requested_at_ms", _BIGINT),
     Column("handoff_run_id", _ID),
+    Column("priority", Integer, nullable=False, server_default=text("0")),
     UniqueConstraint("run_id", name="keiro_runs_run_id_key"),
     _partial(
         "keiro_runs_pending_idx",
         "workflow",
+        "priority",
         "created_at_ms",
         "run_key",
         where="status = 'pending' AND next_attempt_at_ms IS NULL",
@@ -156,9 +158,21 @@ run_heads: Final = Table(
     Column("version", Integer, nullable=False),
     Column("owner", _BIGINT),
     Column("epoch", _BIGINT, nullable=False, server_default=text("0")),
+    Column("queue", _ID),
     _partial("keiro_run_heads_owner_idx", "owner", where="owner IS NOT NULL"),
+    _partial("keiro_run_heads_queue_idx", "queue", "owner", where="queue IS NOT NULL AND owner IS NOT NULL"),
 )
-"""The version of a run's newest event, and who may append: the worker `owner` in its `epoch`."""
+"""The version of a run's newest event, and who may append: the worker `owner` in its `epoch`, which holds a slot of
+`queue` as long."""
+
+queue_starts: Final = Table(
+    "keiro_queue_starts",
+    metadata,
+    Column("queue", _ID, primary_key=True),
+    Column("at_ms", _BIGINT, primary_key=True, autoincrement=False),
+    Column("started", Integer, nullable=False),
+)
+"""How many runs of a queue with a rate were first started when; what no rate counts any more goes."""
 
 journal: Final = Table(
     "keiro_journal",

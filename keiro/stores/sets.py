@@ -16,7 +16,7 @@ FEWEST: Final = 4
 Row: TypeAlias = tuple[Any, ...]
 
 _KINDS: Final = {
-    **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts"), "bigint"),
+    **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority"), "bigint"),
     **dict.fromkeys(("created_at", "updated_at", "completed_at"), "timestamptz"),
     "event_id": "uuid",
     "failed": "boolean",

@@ -15,6 +15,7 @@ from keiro.codec import Codec
 from keiro.decisions import Command, Decision, Outcome, Stored
 from keiro.errors import StoreError
 from keiro.identity import run_id
+from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
@@ -44,7 +45,9 @@ MUTABLE: Final = (
     "handoff_run_id",
 )
 _INTEGERS: Final = tuple(
-    name for name in RUN_COLUMNS if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts")
+    name
+    for name in RUN_COLUMNS
+    if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts", "priority")
 )
 MOST_KEYS: Final = 10_000
 """Of so many runs a statement speaks at most: Postgres takes 65 535 parameters, SQLite 32 766."""
@@ -183,14 +186,14 @@ class Tables:
         # several queues, would be given a plan that reads the table as soon as much of it seems to match.
         def queue(condition: str, order: str) -> str:
             return (
-                f"SELECT run_key FROM (SELECT r.run_key FROM {runs} r WHERE r.workflow = ? AND {condition}"
-                f" ORDER BY {order} LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
+                f"SELECT priority, run_key FROM (SELECT r.priority, r.run_key FROM {runs} r"
+                f" WHERE r.workflow = ? AND {condition} ORDER BY {order} LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
             )
 
         self.ready = queue(
             # By an order that no other index has: by its key alone a plan might go through the whole table in order.
             "r.status = 'pending' AND r.next_attempt_at_ms IS NULL",
-            "r.created_at_ms, r.run_key",
+            "r.priority, r.created_at_ms, r.run_key",
         )
         self.paced = queue("r.status = 'pending' AND r.next_attempt_at_ms <= ?", "r.next_attempt_at_ms")
         self.parked = queue("r.status = 'suspended' AND r.wake_at_ms <= ?", "r.wake_at_ms")
@@ -199,17 +202,33 @@ class Tables:
             " ON h.run_key = r.run_key WHERE r.workflow = ? AND r.status = 'suspended' AND r.wake_at_ms <= ?"
             f" ORDER BY r.wake_at_ms LIMIT {MOST_WRITTEN}) AS q"
         )
-        oldest = those.format(found="SELECT run_key FROM ({queues}) a ORDER BY run_key LIMIT " + str(MOST_CLAIMED))
+        oldest = those.format(found="SELECT run_key FROM ({queues}) a ORDER BY priority, run_key LIMIT {most}")
         self.found = (
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
-            f" WHERE r.run_key {oldest} ORDER BY r.run_key"
+            f" WHERE r.run_key {oldest} ORDER BY r.priority, r.run_key"
         )
+        # Where a rate lets nothing begin, what has begun goes on: of one priority it is older, and so among the first.
+        in_order = " ORDER BY r.priority, r.run_key"
+        self.found_begun = self.found.replace(
+            in_order, f" AND (r.started_at_ms IS NOT NULL OR r.round_ordinal > 0){in_order}"
+        )
+        starts, held = f"{schema}keiro_queue_starts", f"FROM {heads} WHERE queue = ? AND owner"
+        self.use = (
+            f"SELECT (SELECT count(*) {held} IS NOT NULL), (SELECT count(*) {held} = ?),"
+            f" (SELECT COALESCE(sum(started), 0) FROM {starts} WHERE queue = ? AND at_ms > ?)"
+        )
+        self.take_starts = (
+            f"INSERT INTO {starts} AS s (queue, at_ms, started) VALUES (?, ?, ?)"
+            " ON CONFLICT (queue, at_ms) DO UPDATE SET started = s.started + excluded.started"
+        )
+        self.forget_starts = f"DELETE FROM {starts} WHERE queue = ? AND at_ms <= ?"
+        self.opens = f"SELECT min(at_ms) FROM {starts} WHERE queue = ? AND at_ms > ? HAVING sum(started) >= ?"
         self.claim_run = (
             f"UPDATE {runs} SET status = 'running', started_at_ms = COALESCE(started_at_ms, ?),"
             " next_attempt_at_ms = NULL, wake_at_ms = NULL, waiting_reason = NULL, waiting_token = NULL"
             " WHERE run_key IN ({keys})"
         )
-        self.claim_head = f"UPDATE {heads} SET owner = ?, epoch = epoch + 1 WHERE run_key IN ({{keys}})"
+        self.claim_head = f"UPDATE {heads} SET owner = ?, epoch = epoch + 1, queue = ? WHERE run_key IN ({{keys}})"
         self.next_paced = (
             f"SELECT min(r.next_attempt_at_ms) AS due FROM {runs} r"
             " WHERE r.workflow = ? AND r.status = 'pending' AND r.next_attempt_at_ms IS NOT NULL"
@@ -422,36 +441,86 @@ class Sql:
         """Rows of `keiro_workers`."""
         return [WorkerRow(int(r[0]), r[1], r[2], int(r[3]), r[4], r[5], int(r[6]), int(r[7])) for r in rows]
 
-    def claim(self, worker_key: int, workflows: Sequence[str], limit: int, now: int) -> Program[list[tuple[Run, Head]]]:
+    def claim(
+        self, worker_key: int, workflows: Sequence[str], limit: int, now: int, limits: Limits = NO_LIMITS
+    ) -> Program[list[tuple[Run, Head]]]:
         """Take pending runs."""
         text = self.text
         # A worker that was buried since it last renewed must not claim: nobody would ever take the runs from it.
         if not workflows:
             return []
-        listed, pending, due = yield [
-            (text.lives, (worker_key,)),
-            self.pending(workflows, now),
-            self.parked(workflows, now),
-        ]
+        lefts: dict[str, Left] = {}
+        if limits:
+            # Under the lock of the claim: what is counted here nobody else can take.
+            lefts = self.to_lefts(limits, (yield self.uses(worker_key, limits, now)), limit)
+        looks = [self.pending(free, now), self.parked(free, now)] if (free := unlimited(workflows, limits)) else []
+        for name, (_, names) in queues_of(limits).items():
+            looks += self.limited(names, now, lefts[name])
+        listed, *found = yield [(text.lives, (worker_key,)), *looks]
         if not listed:
             return []
-        # However long the one queue is, the other gets half.
-        rows = [*due[: max((limit + 1) // 2, limit - len(pending))], *pending][:limit]
-        found = [self.to_owned(row) for row in rows]
-        if not found:
+        candidates = {int(row[0]): self.to_owned(row) for rows in found for row in rows}
+        ordered = sorted(candidates.values(), key=lambda one: (one[0].priority, one[0].run_key))
+        taken = admitted(
+            [one for one in ordered if one[0].status == Status.SUSPENDED],
+            [one for one in ordered if one[0].status != Status.SUSPENDED],
+            limits,
+            lefts,
+            limit,
+        )
+        if not taken:
             return []
-        keys = [run.run_key for run, _ in found]
-        yield [
-            (_many(text.claim_run, "keys", len(keys)), (now, *keys)),
-            (_many(text.claim_head, "keys", len(keys)), (worker_key, *keys)),
-        ]
+        keys = [run.run_key for run, _ in taken]
+        writes: list[Statement] = [(_many(text.claim_run, "keys", len(keys)), (now, *keys))]
+        of_queues: dict[str | None, list[Run]] = {}
+        for run, _ in taken:
+            of_queues.setdefault(limits[run.workflow].name if run.workflow in limits else None, []).append(run)
+        for queue, runs in of_queues.items():
+            writes.append(
+                (_many(text.claim_head, "keys", len(runs)), (worker_key, queue, *(run.run_key for run in runs)))
+            )
+            if queue is not None and (started := sum(map(begins, runs))):
+                # In the transaction that makes them running: a crash takes both or none.
+                writes.append((text.take_starts, (queue, now, started)))
+                writes.append((text.forget_starts, (queue, now - LONGEST_S * 1000)))
+        yield writes
         return [
             (
                 claimed(run, now),
                 Head(run_key=head.run_key, version=head.version, owner=worker_key, epoch=head.epoch + 1),
             )
-            for run, head in found
+            for run, head in taken
         ]
+
+    def uses(self, worker_key: int, limits: Limits, now: int) -> list[Statement]:
+        """What is taken of each queue."""
+        return [
+            (
+                self.text.use,
+                (name, name, worker_key, name, now - queue.rate.per_ms if queue.rate is not None else 2**53),
+            )
+            for name, (queue, _) in queues_of(limits).items()
+        ]
+
+    def to_lefts(self, limits: Limits, uses: Sequence[Sequence[Row]], limit: int) -> dict[str, Left]:
+        """The rows of `uses` as what each queue lets through."""
+        return {
+            name: left(queue, Use(*map(int, rows[0])), limit)
+            for (name, (queue, _)), rows in zip(queues_of(limits).items(), uses, strict=True)
+        }
+
+    def limited(self, workflows: Sequence[str], now: int, of: Left) -> list[Statement]:
+        """The runs of a queue's workflows that it may let through; a full one is not read at all."""
+        if of.runs == 0:
+            return []
+        looks = [self.parked(workflows, now, of.runs), self.pending(workflows, now, min(of.runs, of.starts))]
+        if of.starts < of.runs:
+            looks.append(self.pending(workflows, now, begun=True))
+        return looks
+
+    def opens(self, queue: str, since_ms: int, starts: int) -> Statement:
+        """The oldest start that keeps a rate shut, if it is."""
+        return self.text.opens, (queue, since_ms, starts)
 
     def release(self, worker_key: int, run_keys: Sequence[int]) -> Program[bool]:
         """Hand runs back."""
@@ -476,16 +545,21 @@ class Sql:
         _, heads = yield [(self.text.adopt_runs, ()), (self.text.adopt_heads, ())]
         return bool(heads)
 
-    def pending(self, workflows: Sequence[str], now: int) -> Statement:
-        """The pending runs that may be driven now, oldest first; at most `MOST_CLAIMED`."""
+    def pending(
+        self, workflows: Sequence[str], now: int, most: int = MOST_CLAIMED, *, begun: bool = False
+    ) -> Statement:
+        """The pending runs that may be driven now, by priority and age; at most `most`. With `begun` those of
+        `MOST_CLAIMED` that were driven before."""
         queues = " UNION ALL ".join([self.text.ready, self.text.paced] * len(workflows))
         values = [value for name in workflows for value in (name, name, now)]
-        return self.text.found.replace("{queues}", queues), values
+        found = self.text.found_begun if begun else self.text.found
+        return found.replace("{most}", str(most)).replace("{queues}", queues), values
 
-    def parked(self, workflows: Sequence[str], now: int) -> Statement:
-        """The parked runs whose time has come; at most `MOST_CLAIMED`."""
+    def parked(self, workflows: Sequence[str], now: int, most: int = MOST_CLAIMED) -> Statement:
+        """The parked runs whose time has come; at most `most`."""
         queues = " UNION ALL ".join([self.text.parked] * len(workflows))
-        return self.text.found.replace("{queues}", queues), [value for name in workflows for value in (name, now)]
+        values = [value for name in workflows for value in (name, now)]
+        return self.text.found.replace("{most}", str(most)).replace("{queues}", queues), values
 
     def any_claimable(self, workflows: Sequence[str], now: int) -> Statement:
         """Whether there is anything to claim, without a lock."""
@@ -533,6 +607,11 @@ class Sql:
     def named(self, sql: str, names: Sequence[Any]) -> Statement:
         """A statement over a list of names."""
         return _many(sql, "names", len(names)), tuple(names)
+
+
+def unlimited(workflows: Sequence[str], limits: Limits) -> list[str]:
+    """The workflows without a queue."""
+    return [name for name in workflows if name not in limits]
 
 
 def _values(run: Run, columns: Sequence[str]) -> list[Any]:

@@ -26,6 +26,14 @@ def _tables(d: ddl.Dialect) -> list[str]:
     runs = d.table("keiro_runs")
     return [
         f"ALTER TABLE {runs} ADD COLUMN handoff_run_id {d.id}",
+        f"ALTER TABLE {runs} ADD COLUMN {d.count('priority', -(2**31 - 1))} NOT NULL DEFAULT 0",
+        f"ALTER TABLE {d.table('keiro_run_heads')} ADD COLUMN queue {d.id}",
+        f"""CREATE TABLE {d.table("keiro_queue_starts")} (
+    queue {d.id} NOT NULL CHECK (length(queue) > 0),
+    {d.integer("at_ms")} NOT NULL,
+    {d.count("started", 1)} NOT NULL,
+    PRIMARY KEY (queue, at_ms)
+)""",
         f"""CREATE TABLE {d.table("keiro_deferred_completions")} (
     flow_name {d.id} NOT NULL CHECK (length(flow_name) > 0),
     execution_id {d.id} NOT NULL CHECK (length(execution_id) > 0) REFERENCES {runs} (run_id),
@@ -80,7 +88,7 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         # Three queues for each workflow: what may be driven at once, what is paced, what is parked and has a time.
         index.format("keiro_runs_pending_idx"),
         index.format("keiro_runs_wake_idx"),
-        f"CREATE INDEX keiro_runs_pending_idx ON {runs} (workflow, created_at_ms, run_key)"
+        f"CREATE INDEX keiro_runs_pending_idx ON {runs} (workflow, priority, created_at_ms, run_key)"
         " WHERE status = 'pending' AND next_attempt_at_ms IS NULL",
         f"CREATE INDEX keiro_runs_paced_idx ON {runs} (workflow, next_attempt_at_ms)"
         " WHERE status = 'pending' AND next_attempt_at_ms IS NOT NULL",
@@ -89,6 +97,8 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         # What has ended, in the order of ends: retention begins with the oldest and looks at nothing that is younger.
         f"CREATE INDEX keiro_runs_finished_idx ON {runs} (finished_at_ms, run_key)"
         " WHERE finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
+        f"CREATE INDEX keiro_run_heads_queue_idx ON {d.table('keiro_run_heads')} (queue, owner)"
+        " WHERE queue IS NOT NULL AND owner IS NOT NULL",
         f"CREATE INDEX keiro_clock_deadlines_pending_idx ON {clocks} (completed_at_ms, due_at_ms)",
         f"CREATE INDEX keiro_clock_deadlines_execution_idx ON {clocks} (execution_id)",
         f"CREATE INDEX keiro_deferred_completions_execution_idx ON {deferreds} (execution_id)",

@@ -116,11 +116,12 @@ keiro_clock_deadlines_execution_idx keiro_clock_deadlines(execution_id)
 keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_ms)
 keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
+keiro_run_heads_queue_idx keiro_run_heads(queue,owner) where queue is not null and owner is not null
 keiro_runs_finished_idx keiro_runs(finished_at_ms,run_key) where finished_at_ms is not null and handoff_run_id is null
 keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
 keiro_runs_paced_idx keiro_runs(workflow,next_attempt_at_ms) where status = 'pending' and next_attempt_at_ms is not null
 keiro_runs_parent_idx keiro_runs(parent_run_id) where parent_run_id is not null
-keiro_runs_pending_idx keiro_runs(workflow,created_at_ms,run_key) where status = 'pending' and next_attempt_at_ms is null
+keiro_runs_pending_idx keiro_runs(workflow,priority,created_at_ms,run_key) where status = 'pending' and next_attempt_at_ms is null
 keiro_runs_wake_idx keiro_runs(workflow,wake_at_ms) where status = 'suspended' and wake_at_ms is not null
 keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
 keiro_workflow_children_parent_idx keiro_workflow_children(parent_id,parent_name)
