@@ -286,7 +286,8 @@ class Scope(metaclass=ABCMeta):
         """Start a run as a child of this one; on return it is durable. `id` is its key (default: made of this run's
         key, the workflow and a number); a child with that id that this run has is attached to. `on_cancel` says what
         becomes of it when this run is cancelled: `cancel`, or `detach` to let it go on. `priority` is its place among
-        the runs that wait for a worker, the lowest first. Raises `RunConflict` for a run that is another's, was started on its own and has not ended, or has another input.
+        the runs that wait for a worker, the lowest first. Raises `RunConflict` for a run that is another's, was started
+        on its own and has not ended, or has another input.
         """
         from keiro.run import workflow_of
 

@@ -187,7 +187,8 @@ class Tables:
         def queue(condition: str, order: str) -> str:
             return (
                 f"SELECT priority, run_key FROM (SELECT r.priority, r.run_key FROM {runs} r"
-                f" WHERE r.workflow = ? AND {condition} ORDER BY {order} LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
+                f" WHERE r.workflow = ? AND {condition} ORDER BY {order}"
+                f" LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
             )
 
         self.ready = queue(

@@ -57,6 +57,10 @@ keiro_run_heads.run_key bigint not null
 keiro_run_heads.version integer not null
 keiro_run_heads.owner bigint
 keiro_run_heads.epoch bigint not null default 0
+keiro_run_heads.queue text C
+keiro_queue_starts.queue text C not null
+keiro_queue_starts.at_ms bigint not null
+keiro_queue_starts.started integer not null
 keiro_runs.run_key bigint not null identity
 keiro_runs.run_id text C not null
 keiro_runs.workflow text C not null
@@ -82,6 +86,7 @@ keiro_runs.waiting_token text C
 keiro_runs.deadline_at_ms bigint
 keiro_runs.cancel_requested_at_ms bigint
 keiro_runs.handoff_run_id text C
+keiro_runs.priority integer not null default 0
 keiro_snapshots.originator_id text C not null
 keiro_snapshots.originator_version integer not null
 keiro_snapshots.topic text not null
@@ -138,6 +143,7 @@ keiro_journal primary key(position)
 keiro_journal unique(run_key,event_id)
 keiro_journal unique(run_key,version)
 keiro_projection_tracking primary key(name)
+keiro_queue_starts primary key(queue,at_ms)
 keiro_run_heads primary key(run_key)
 keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
 keiro_runs primary key(run_key)
