@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from keiro.errors import InvalidCall
-from keiro.identity import check_workflow_name
+from keiro.identity import WORKFLOW_NAME
 from keiro.rows import Head, Run
 
 LONGEST_S: Final = 86_400
@@ -138,10 +138,9 @@ def let_through(workflows: Sequence[str], limits: Limits, lefts: Mapping[str, Le
 
 def check_queue_name(name: Any) -> str:
     """The name, if a queue can be called so: as workflows are."""
-    try:
-        return check_workflow_name(name)
-    except InvalidCall as error:
-        raise InvalidCall(f"{name!r:.300} is no name of a queue: letters, digits, _ and . only, at most 128") from error
+    if not isinstance(name, str) or not WORKFLOW_NAME.fullmatch(name):
+        raise InvalidCall(f"{name!r:.300} cannot name a queue: use 1 to 128 of the characters A-Z a-z 0-9 _ .")
+    return name
 
 
 def check_priority(priority: Any) -> int:

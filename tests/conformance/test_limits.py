@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,12 @@ gates: dict[str, asyncio.Event] = {}
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     held.clear()
     most.clear()
     order.clear()
     gates.clear()
     monkeypatch.setattr(waits, "PARK_S", 0.01)
-    yield
 
 
 @pytest.fixture
@@ -88,7 +86,7 @@ async def rounds(run: keiro.WorkflowRun, left: int) -> int:
     await run.step(enter, run.run_id, 1)
     if left:
         run.continue_as_new(left - 1)
-    return int(run.info.round) if hasattr(run.info, "round") else run.round
+    return run.round
 
 
 @keiro.workflow
@@ -382,6 +380,7 @@ async def test_the_slots_of_a_killed_worker_are_taken_by_others(store_url: str, 
         lambda: keiro.Engine("memory://", queues=[keiro.Queue("a"), keiro.Queue("a", concurrency=1)]),
         lambda: keiro.Engine("memory://", queues=["mail"]),  # type: ignore[list-item]
     ],
+    ids=range(13),
 )
 def test_a_limit_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(keiro.InvalidCall):
