@@ -11,11 +11,14 @@ from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 import keiro
 from keiro import waits, worker
 from keiro.limits import LOWEST
+from keiro.projections.runs import project
+from tests.conformance.test_discovery import sent_to, whole_tables
 from tests.conformance.test_ownership import worker_of
 from tests.conftest import MakeEngine
 
@@ -214,9 +217,13 @@ async def test_priority_holds_without_a_queue_and_through_rounds_and_children(ma
         await engine.handle("wf:rounds-r").result()
         handle = await engine.start(spawns)
         await handle.result()
+        await engine.handle("wf:free-child").result()
         priorities = {run.run_id: run.priority for run in await engine.store.runs(limit=9)}
-        await engine.rebuild()
-        assert priorities == {run.run_id: run.priority for run in await engine.store.runs(limit=9)}
+        for run_id, priority in priorities.items():
+            first = [event async for event in engine.handle(run_id).events()][0]
+            rebuilt = project(None, first, 0)
+            assert rebuilt is not None
+            assert rebuilt.priority == priority
     assert priorities["wf:rounds-r#1"] == priorities["wf:rounds-r"] == 5
     assert priorities["wf:free-child"] == 3
 
@@ -434,6 +441,36 @@ async def test_a_claim_reads_neither_what_has_ended_nor_a_long_queue(tmp_path: P
     few = ("SCAN CONSTANT ROW", "SCAN q", "SCAN a", "SCAN dues")
     for sql, plan in plans.items():
         assert [step for step in plan if step.startswith("SCAN") and step not in few] == [], f"{sql}\n{plan}"
+
+
+async def test_a_claim_reads_by_index_alone_on_postgres(postgres_url: str) -> None:
+    limits = {"mails": keiro.Queue("mail", concurrency=5, per_worker=5, rate=keiro.Rate(3, per=60))}
+    async with keiro.Engine(postgres_url, workflows=[mails], worker=False, migrate=True) as engine:
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            for status, finished, many in (("completed", 2, 20_000), ("pending", None, 5_000)):
+                connection.execute(
+                    "INSERT INTO keiro.keiro_runs (run_id, workflow, key, status, lineage_id, input_json,"
+                    " created_at_ms, finished_at_ms) SELECT 'wf:mails-' || %(s)s || n, 'mails', %(s)s || n, %(s)s,"
+                    " 'wf:mails-' || %(s)s || n, '{}', 1, %(f)s::bigint FROM generate_series(1, %(m)s) n",
+                    {"s": status, "f": finished, "m": many},
+                )
+            connection.execute(
+                "INSERT INTO keiro.keiro_run_heads (run_key, version) SELECT run_key, 2 FROM keiro.keiro_runs"
+            )
+            connection.execute("ANALYZE")
+        with sent_to(engine) as sent:
+            key = worker_of(engine).key
+            assert len(await engine.store.claim(key, ["mails", "free"], 9, limits)) == 3
+            assert await engine.store.claim(key, ["mails", "free"], 9, limits) == []
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            plans = {
+                sql: connection.execute(f"EXPLAIN (GENERIC_PLAN, FORMAT JSON) {sql}").fetchone()[0][0]["Plan"]  # type: ignore[index]
+                for sql in sent
+                if "keiro_runs" in sql or "queue" in sql
+            }
+    assert len(plans) > 5
+    for sql, plan in plans.items():
+        assert [table for table in whole_tables(plan) if table != "keiro_workers"] == [], sql
 
 
 def make(path: Path) -> keiro.Engine:
