@@ -14,6 +14,7 @@ from keiro.definition import patience
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.events import ms_of, time_of
+from keiro.limits import begins, queues_of
 from keiro.rows import Status
 from keiro.stores.base import wall_ms
 
@@ -110,18 +111,22 @@ class SkippingClock:
 
     async def _state(self, engine: Engine, dues: list[int]) -> list[object] | None:
         """Where the runs of an engine stand, None if something is to be done; adds to `dues` when they are due."""
-        due = await engine.store.next_due_ms(list(engine._workflows))
-        if due is not None:
-            dues.append(due)
+        shut = await self._shut(engine)
+        due = await engine.store.next_due_ms([name for name in engine._workflows if name not in shut])
+        later = await engine.store.next_due_ms(sorted(shut)) if shut else None
+        dues += [at for at in (due, later) if at is not None and (at is due or at > self._now)]
         before = None
         while pending := await engine.store.runs(status=Status.PENDING, before=before, limit=PAGE):
-            if any(run.workflow in engine._workflows and (run.next_attempt_at_ms or 0) <= self._now for run in pending):
-                return None
+            for run in pending:
+                if run.workflow in engine._workflows and (run.next_attempt_at_ms or 0) <= self._now:
+                    if run.workflow not in shut or not begins(run):
+                        return None
+                    dues.append(shut[run.workflow])
             before = pending[-1].run_key
         worker = engine._worker
         if worker is None or worker.claiming or engine._births or (due is not None and due <= self._now):
             return None
-        state: list[object] = [due]
+        state: list[object] = [due, later]
         for driver in engine._resident.values():
             if not driver.resting:
                 return None
@@ -129,6 +134,15 @@ class SkippingClock:
             if due is not None:
                 dues.append(due)
         return state
+
+    async def _shut(self, engine: Engine) -> dict[str, int]:
+        """The workflows whose rate lets no run begin now, and when it does."""
+        return {
+            name: opens
+            for queue, names in queues_of(engine._limits).values()
+            if (opens := await engine.store.opens_ms(queue, self._now)) is not None
+            for name in names
+        }
 
     async def _move(self, now_ms: int) -> None:
         self._now = max(self._now, now_ms)

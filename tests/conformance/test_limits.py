@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import signal
 import sqlite3
 import subprocess
@@ -18,6 +20,7 @@ import keiro
 from keiro import waits, worker
 from keiro.limits import LOWEST
 from keiro.projections.runs import project
+from keiro.testing import SkippingClock
 from tests.conformance.test_discovery import sent_to, whole_tables
 from tests.conformance.test_ownership import worker_of
 from tests.conftest import MakeEngine
@@ -220,7 +223,7 @@ async def test_priority_holds_without_a_queue_and_through_rounds_and_children(ma
         await engine.handle("wf:free-child").result()
         priorities = {run.run_id: run.priority for run in await engine.store.runs(limit=9)}
         for run_id, priority in priorities.items():
-            first = [event async for event in engine.handle(run_id).events()][0]
+            first, *_ = [event async for event in engine.handle(run_id).events()]
             rebuilt = project(None, first, 0)
             assert rebuilt is not None
             assert rebuilt.priority == priority
@@ -285,6 +288,19 @@ async def test_a_rate_that_opens_again_is_looked_at_in_time(make_engine: MakeEng
     assert all(later - earlier >= 300 for earlier, later in zip(started, started[2:], strict=False))
 
 
+async def test_time_that_skips_goes_to_where_a_rate_opens(make_engine: MakeEngine) -> None:
+    engine = make_engine(mails, **mail(rate=keiro.Rate(2, per=HOUR)))
+    SkippingClock(engine)
+    async with engine:
+        handles = await engine.start_many(mails, [()] * 5)
+        handles.append(await engine.start(mails, delay=1))
+        for handle in handles:
+            await handle.result(timeout=20)
+        started = sorted([run.started_at_ms or 0 for run in await engine.store.runs(limit=9)])
+    assert all(later - earlier >= HOUR * 1000 for earlier, later in zip(started, started[2:], strict=False))
+    assert started[-1] - started[0] < 3 * HOUR * 1000
+
+
 async def test_what_is_due_in_a_full_queue_does_not_hide_what_will_be_due_elsewhere(make_engine: MakeEngine) -> None:
     async with make_engine(gated, free, worker=False) as engine:
         limits = {"gated": keiro.Queue("mail", concurrency=1)}
@@ -319,6 +335,8 @@ async def test_a_queued_run_is_cancelled_and_a_failed_one_resurrected(make_engin
         with pytest.raises(keiro.WorkflowFailed):
             await failed.result()
         await engine.start(gated, id="a")
+        while order != ["a"]:
+            await asyncio.sleep(0.01)
         queued = await engine.start(gated, id="b")
         await queued.cancel()
         broken.clear()
@@ -463,14 +481,19 @@ async def test_a_claim_reads_by_index_alone_on_postgres(postgres_url: str) -> No
             assert len(await engine.store.claim(key, ["mails", "free"], 9, limits)) == 3
             assert await engine.store.claim(key, ["mails", "free"], 9, limits) == []
         with psycopg.connect(postgres_url, autocommit=True) as connection:
-            plans = {
-                sql: connection.execute(f"EXPLAIN (GENERIC_PLAN, FORMAT JSON) {sql}").fetchone()[0][0]["Plan"]  # type: ignore[index]
-                for sql in sent
-                if "keiro_runs" in sql or "queue" in sql
-            }
+            connection.execute("SET plan_cache_mode = force_generic_plan")
+            plans = {}
+            for n, sql in enumerate(dict.fromkeys(sent)):
+                if sql.startswith(("SELECT", "UPDATE", "DELETE")) and "keiro.keiro_" in sql:
+                    connection.execute(f"PREPARE p{n} AS {sql}".encode())
+                    count = max([int(found) for found in re.findall(r"\$(\d+)", sql)], default=0)
+                    arguments = f"({', '.join(['NULL'] * count)})" if count else ""
+                    ((found,),) = connection.execute(f"EXPLAIN (FORMAT JSON) EXECUTE p{n}{arguments}".encode())
+                    plans[sql] = found[0]["Plan"]
     assert len(plans) > 5
     for sql, plan in plans.items():
-        assert [table for table in whole_tables(plan) if table != "keiro_workers"] == [], sql
+        # What is kept of a rate is one small table: with nothing in it, it is read as it lies.
+        assert set(whole_tables(plan)) <= {"keiro_workers", "keiro_queue_starts"}, f"{sql}\n{json.dumps(plan)}"
 
 
 def make(path: Path) -> keiro.Engine:
