@@ -288,10 +288,10 @@ async def test_a_rate_that_opens_again_is_looked_at_in_time(make_engine: MakeEng
     assert all(later - earlier >= 300 for earlier, later in zip(started, started[2:], strict=False))
 
 
+@pytest.mark.parametrize("store_url", ["memory", "sqlite"], indirect=True)
 async def test_time_that_skips_goes_to_where_a_rate_opens(make_engine: MakeEngine) -> None:
-    engine = make_engine(mails, **mail(rate=keiro.Rate(2, per=HOUR)))
-    SkippingClock(engine)
-    async with engine:
+    async with make_engine(mails, **mail(rate=keiro.Rate(2, per=HOUR))) as engine:
+        SkippingClock(engine)
         handles = await engine.start_many(mails, [()] * 5)
         handles.append(await engine.start(mails, delay=1))
         for handle in handles:
