@@ -170,6 +170,14 @@ async def test_a_freed_slot_is_taken_at_once_also_by_another_process(
         assert await parked.result(timeout=20) == "yes"
 
 
+async def test_a_worker_alone_takes_its_own_freed_slots_at_once(make_engine: MakeEngine, no_safety_poll: None) -> None:
+    async with make_engine(mails, **mail(concurrency=1)) as engine:
+        handles = await engine.start_many(mails, [()] * 5)
+        async with asyncio.timeout(20):
+            for handle in handles:
+                await handle.result()
+
+
 async def test_a_parked_run_holds_no_slot_and_queues_again_when_it_is_woken(make_engine: MakeEngine) -> None:
     async with make_engine(gated, asks, **mail(concurrency=1)) as engine:
         parked = await engine.start(asks, id="parked")
@@ -315,7 +323,7 @@ async def test_what_is_due_in_a_full_queue_does_not_hide_what_will_be_due_elsewh
 async def test_later_rounds_keep_the_concurrency_and_take_no_token(make_engine: MakeEngine) -> None:
     async with make_engine(rounds, **mail(concurrency=2, rate=keiro.Rate(3, per=HOUR))) as engine:
         handles = [await engine.start(rounds, 4, id=str(n)) for n in range(3)]
-        await asyncio.gather(*(handle.result() for handle in handles))
+        await asyncio.gather(*(handle.result(timeout=20) for handle in handles))
     assert max(most) <= 2
     assert len(order) == 15
 
