@@ -155,14 +155,14 @@ def check_priority(priority: Any) -> int:
 def limits_of(queues: Iterable[Any], workflows: Iterable[tuple[str, str | None]], *, claims: bool) -> dict[str, Queue]:
     """The limits of an engine: of its `queues`, for its workflows with the names of their queues.
 
-    Raises `InvalidCall` for two queues of one name, and where runs are to be claimed of a queue nobody described: they
+    Raises `InvalidCall` for two different queues of one name, and where runs are to be claimed of a queue nobody described: they
     would be driven without the limits that others keep.
     """
     named: dict[str, Queue] = {}
     for queue in queues:
         if not isinstance(queue, Queue):
             raise InvalidCall(f"queues is a list of keiro.Queue, not of {queue!r:.300}")
-        if named.setdefault(queue.name, queue) is not queue:
+        if named.setdefault(queue.name, queue) != queue:
             raise InvalidCall(f"two queues are named {queue.name!r}: an engine has one description of each")
     limits: dict[str, Queue] = {}
     for workflow, name in workflows:

@@ -19,7 +19,7 @@ import typer
 
 import keiro
 from keiro.cli import operations, output
-from keiro.cli.driving import GRACE_S, driven, load_module, load_workflow, parse_input
+from keiro.cli.driving import GRACE_S, described_queues, driven, load_module, load_workflow, parse_input
 from keiro.cli.operating import Told
 from keiro.cli.reading import journal as reading
 from keiro.cli.replaying import replay_all
@@ -102,7 +102,7 @@ def run(
     async def work() -> bool:
         workflows, definition = load_workflow(workflow)
         arguments = parse_input(input, definition)
-        engine = Engine(url, workflows=workflows, migrate=True, grace=GRACE_S)
+        engine = Engine(url, workflows=workflows, queues=described_queues(workflows), migrate=True, grace=GRACE_S)
         async with driven(engine, definition, arguments, id, quiet=as_json) as ended:
             output.ended(ended, as_json)
         return ended.status == Status.COMPLETED

@@ -21,6 +21,7 @@ from keiro.cli.progress import watch
 from keiro.definition import Workflow
 from keiro.engine import Engine
 from keiro.errors import InvalidCall, StoreBusy, StoreUnavailable
+from keiro.limits import Queue
 from keiro.rows import Run, Status
 from keiro.run import WorkflowRun, workflow_of
 
@@ -104,6 +105,16 @@ def _workflows(values: Iterable[Any]) -> list[Workflow]:
         if isinstance(value, Workflow):
             found[id(value)] = value
     return list(found.values())
+
+
+def described_queues(workflows: Iterable[Workflow]) -> list[Queue]:
+    """The queues that the modules of these workflows describe: each `keiro.Queue` at their top level, by itself or in a
+    list."""
+    found: list[Queue] = []
+    for name in dict.fromkeys(workflow.body.__module__ for workflow in workflows):
+        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Queue)]
+    return found
 
 
 def parse_input(text: str, workflow: Workflow) -> Arguments:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from keiro.cli import output
-from keiro.cli.driving import load_module, load_workflow, parse_input
+from keiro.cli.driving import described_queues, load_module, load_workflow, parse_input
 from keiro.cli.operating import Node, Told
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
@@ -135,6 +135,7 @@ async def work(url: str, modules: Sequence[str], concurrency: int) -> None:
         raise InvalidCall(
             f"{', '.join(modules)}: there is no workflow in it. A worker drives the workflows of its modules"
         )
-    async with Engine(url, workflows=list(workflows.values()), concurrency=concurrency) as engine:
+    known = list(workflows.values())
+    async with Engine(url, workflows=known, queues=described_queues(known), concurrency=concurrency) as engine:
         output.note(f"driving {', '.join(sorted(workflows))}; stop it with SIGTERM or Ctrl-C")
         await engine.serve()
