@@ -155,8 +155,8 @@ def check_priority(priority: Any) -> int:
 def limits_of(queues: Iterable[Any], workflows: Iterable[tuple[str, str | None]], *, claims: bool) -> dict[str, Queue]:
     """The limits of an engine: of its `queues`, for its workflows with the names of their queues.
 
-    Raises `InvalidCall` for two different queues of one name, and where runs are to be claimed of a queue nobody described: they
-    would be driven without the limits that others keep.
+    Raises `InvalidCall` for two different queues of one name, and where runs are to be claimed of a queue nobody
+    described: they would be driven without the limits that others keep.
     """
     named: dict[str, Queue] = {}
     for queue in queues:
