@@ -197,7 +197,26 @@ class _Capture:
 
 
 def _topic(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    """`module:qualname`. A class of the program that was started has the name under which others import it."""
+    module = kind.__module__
+    if module in _STARTED:
+        name = _name_of_main()
+        # Loaded a second time under its own name, it has two classes each: only the given name tells them apart.
+        if name is not None and sys.modules.get(name) in (None, sys.modules.get(module)):
+            module = name
+    return f"{module}:{kind.__qualname__}"
+
+
+_STARTED: Final = ("__main__", "__mp_main__")
+
+
+def _name_of_main() -> str | None:
+    """What `import` calls the program that was started with `python FILE` or `python -m MODULE`; None for a prompt."""
+    main = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    spec, file = main.get("__spec__"), main.get("__file__")
+    if spec is not None and isinstance(spec.name, str) and spec.name not in _STARTED:
+        return spec.name
+    return Path(file).stem if isinstance(file, str) else None
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
@@ -399,6 +418,8 @@ def _loaded(topic: str) -> Any:
     if "<locals>" in qualname:
         return _loaded_local(topic)
     found: Any = sys.modules.get(module)
+    if found is None and module == _name_of_main():
+        found = sys.modules["__main__"]
     try:
         for name in qualname.split("."):
             found = vars(found)[name]
@@ -413,6 +434,6 @@ def _loaded_local(topic: str) -> type[Exception] | None:
     classes: list[type[Exception]] = [Exception]
     for kind in classes:
         classes.extend(type.__subclasses__(kind))
-        if _topic(kind) == topic:
+        if topic in (_topic(kind), f"{kind.__module__}:{kind.__qualname__}"):
             found = kind
     return found

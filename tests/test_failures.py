@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -343,6 +345,64 @@ def test_reading_a_failure_imports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 # Text
+
+
+PROGRAM = """
+import sys
+from keiro.failures import Failure, capture, revive
+import msgspec
+
+class Refused(Exception):
+    pass
+
+def outside():
+    class Inner(Exception):
+        pass
+    return Inner
+
+if __name__ == "__main__":
+    kinds = (Refused, outside())
+    if sys.argv[1:]:
+        stored = msgspec.json.decode(sys.argv[1], type=list[Failure])
+        assert [type(revive(one)) for one in stored] == list(kinds), stored
+    sys.stdout.write(msgspec.json.encode([capture(kind("no")) for kind in kinds]).decode())
+"""
+
+
+@pytest.mark.parametrize("way", [["refusing.py"], ["-m", "refusing"]], ids=["file", "module"])
+def test_an_exception_of_the_started_program_is_the_same_class_wherever_that_is_imported(
+    way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "refusing.py").write_text(PROGRAM)
+
+    def started(*arguments: str) -> str:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, *way, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+
+    # Stored by the program, and revived where it is imported.
+    stored = msgspec.json.decode(started(), type=list[Failure])
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("refusing")
+    try:
+        inner = module.outside()
+        assert [type(revive(one)) for one in stored] == [module.Refused, inner]
+        # Stored where it is imported, and revived in the program.
+        started(msgspec.json.encode([capture(kind("no")) for kind in (module.Refused, inner)]).decode())
+    finally:
+        del sys.modules["refusing"]
+
+
+def test_a_program_that_is_loaded_twice_keeps_its_two_classes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, again = types.ModuleType("__main__"), types.ModuleType("refusing")
+    main.__file__ = "/somewhere/refusing.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setitem(sys.modules, "refusing", again)
+    for module in (main, again):
+        kind = type("Refused", (Exception,), {"__module__": module.__name__})
+        vars(module)["Refused"] = kind
+    for module in (main, again):
+        assert type(revive(capture(module.Refused("no")))) is module.Refused
 
 
 def test_text_a_database_refuses_is_replaced() -> None:
