@@ -255,7 +255,7 @@ class Worker:
             raise
 
     async def report_unregistered(self) -> None:
-        """Report, once each, workflows that have pending runs and are not registered here."""
+        """Report, once each, workflows that have pending or due runs and are not registered here."""
         if not self._claims:
             return
         for name in await self._store.unregistered(self._workflows):

@@ -175,7 +175,8 @@ class Store(Protocol):
         """When the next paced or parked run of these workflows is due."""
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Names of workflows with pending runs that are not among the given ones."""
+        """Names of workflows that are not among the given ones and have runs to be driven: pending and, if they are
+        paced, due, or parked and due."""
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back: they are pending again. Only those the worker still owns."""

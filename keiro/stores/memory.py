@@ -544,9 +544,12 @@ class MemoryStore:
             return min((due for due in dues if due is not None), default=None)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with pending runs that are not among these."""
+        """Workflows with runs to be driven that are not among these."""
         with self._db.lock:
-            return sorted({run.workflow for run in self._db.pending_runs() if run.workflow not in workflows})
+            now = self.now_ms()
+            pending = [run for run in self._db.pending_runs() if (run.next_attempt_at_ms or 0) <= now]
+            parked = [run for key in self._db.due if ((run := self._runs[self._db.ids[key]]).wake_at_ms or 0) <= now]
+            return sorted({run.workflow for run in (*pending, *parked) if run.workflow not in workflows})
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

@@ -866,8 +866,8 @@ class PostgresStore:
         return None if found is None else int(found)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with pending runs that are not among these."""
-        rows = await self._select(*self._sql.named(self._sql.text.unregistered, workflows or ("",)))
+        """Workflows with runs to be driven that are not among these."""
+        rows = await self._select(*self._sql.unregistered(workflows, self.now_ms()))
         return sorted(row[0] for row in rows)
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:

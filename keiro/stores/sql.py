@@ -239,12 +239,27 @@ class Tables:
             " WHERE r.workflow = ? AND r.status = 'suspended' AND r.wake_at_ms IS NOT NULL"
         )
         # From one name to the next by the index, however many runs of each there are.
-        of_pending = f"FROM {runs} r WHERE r.status = 'pending' AND r.next_attempt_at_ms IS NULL"
-        self.unregistered = (
-            f"WITH RECURSIVE named(name) AS (SELECT min(r.workflow) {of_pending} UNION ALL"
-            f" SELECT (SELECT min(r.workflow) {of_pending} AND r.workflow > named.name) FROM named"
-            " WHERE named.name IS NOT NULL) SELECT name FROM named WHERE name IS NOT NULL AND name NOT IN ({names})"
+        waiting = (
+            ("pending", "status = 'pending' AND {r}.next_attempt_at_ms IS NULL", None),
+            ("paced", "status = 'pending' AND {r}.next_attempt_at_ms IS NOT NULL", "next_attempt_at_ms"),
+            ("parked", "status = 'suspended' AND {r}.wake_at_ms IS NOT NULL", "wake_at_ms"),
         )
+        walks, parts = [], []
+        for queue_name, which, due in waiting:
+            first = f"SELECT min(r.workflow) FROM {runs} r WHERE r.{which.format(r='r')}"
+            walks.append(
+                f"{queue_name}(name) AS ({first} UNION ALL SELECT ({first} AND r.workflow > {queue_name}.name)"
+                f" FROM {queue_name} WHERE {queue_name}.name IS NOT NULL)"
+            )
+            part = f"SELECT name FROM {queue_name} WHERE name IS NOT NULL AND name NOT IN ({{names}})"
+            if due is not None:
+                # The first of the name in the index is the one that is due first.
+                part += (
+                    f" AND EXISTS (SELECT 1 FROM {runs} r WHERE r.workflow = {queue_name}.name"
+                    f" AND r.{which.format(r='r')} AND r.{due} <= ?)"
+                )
+            parts.append(part)
+        self.unregistered = f"WITH RECURSIVE {', '.join(walks)} {' UNION '.join(parts)}"
         self.owned = f"SELECT run_key, version FROM {heads} WHERE owner = ?"
         shown = "to_char({} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"+00:00\"')" if schema else "{}"
         columns = [shown.format(name) if name in TIMESTAMPS else name for name in ChildRow.__struct_fields__]
@@ -604,6 +619,11 @@ class Sql:
         lineage_id, finished_at_ms, run_key, parent_key, parent_name = row
         parent = None if parent_key is None else run_id(parent_name, parent_key)
         return Candidate(lineage_id, int(finished_at_ms), int(run_key), parent)
+
+    def unregistered(self, workflows: Sequence[str], now_ms: int) -> Statement:
+        """Names of other workflows with runs to be driven."""
+        names = tuple(workflows or ("",))
+        return _many(self.text.unregistered, "names", len(names)), (*names, *names, now_ms, *names, now_ms)
 
     def named(self, sql: str, names: Sequence[Any]) -> Statement:
         """A statement over a list of names."""

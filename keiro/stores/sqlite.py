@@ -610,8 +610,8 @@ class SQLiteStore:
         return found
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with pending runs that are not among these."""
-        return sorted(row[0] for row in self._select(*self._sql.named(self._sql.text.unregistered, workflows or ("",))))
+        """Workflows with runs to be driven that are not among these."""
+        return sorted(row[0] for row in self._select(*self._sql.unregistered(workflows, self.now_ms())))
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

@@ -71,11 +71,13 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_sqlite(tmp_path: Pat
         plans = {
             sql: [step[3] for step in connection.execute(f"EXPLAIN QUERY PLAN {sql}")]
             for sql in sent
-            if sql.startswith(("SELECT", "UPDATE", "DELETE"))
+            if sql.startswith(("SELECT", "UPDATE", "DELETE", "WITH"))
         }
     assert len(plans) > 12
-    partial = re.compile(r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_pending_idx|keiro_run_heads_owner_idx)$")
-    few = ("SCAN CONSTANT ROW", *(f"SCAN {name}" for name in ("q", "a", "c", "dues", "named")))
+    partial = re.compile(
+        r"SCAN \w+ USING (COVERING )?INDEX (keiro_runs_(pending|paced|wake)_idx|keiro_run_heads_owner_idx)$"
+    )
+    few = ("SCAN CONSTANT ROW", *(f"SCAN {name}" for name in ("q", "a", "c", "dues", "pending", "paced", "parked")))
     for sql, plan in plans.items():
         scans = [step for step in plan if step.startswith("SCAN") and step not in few and not partial.match(step)]
         assert scans in ([], ["SCAN keiro_workers"]), f"{sql}\n{plan}"
@@ -105,7 +107,7 @@ def whole_tables(plan: dict[str, Any]) -> Iterator[str]:
     """The tables that a plan reads from one end to the other."""
     kind, table = plan["Node Type"], plan.get("Relation Name")
     index = plan.get("Index Name", "")
-    partial = ("keiro_runs_pending_idx", "keiro_run_heads_owner_idx")
+    partial = ("keiro_runs_pending_idx", "keiro_runs_paced_idx", "keiro_runs_wake_idx", "keiro_run_heads_owner_idx")
     few = index in partial or "Index Cond" in plan
     if kind == "Seq Scan" or (kind.startswith(("Index", "Bitmap Index")) and not few):
         yield str(table or index)
@@ -139,7 +141,7 @@ async def test_wf_30_looking_does_not_read_finished_runs_on_postgres(postgres_ur
             connection.execute("SET plan_cache_mode = force_generic_plan")
             plans = {}
             for n, sql in enumerate(dict.fromkeys(sent)):
-                if sql.startswith(("SELECT", "UPDATE", "DELETE")) and "keiro.keiro_" in sql:
+                if sql.startswith(("SELECT", "UPDATE", "DELETE", "WITH")) and "keiro.keiro_" in sql:
                     connection.execute(f"PREPARE p{n} AS {sql}".encode())
                     count = max([int(found) for found in re.findall(r"\$(\d+)", sql)], default=0)
                     arguments = f"({', '.join(['NULL'] * count)})" if count else ""

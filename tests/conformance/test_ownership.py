@@ -150,6 +150,55 @@ async def test_wf_62_an_unregistered_workflow_waits_and_is_reported(make_engine:
         assert await engine.handle(handle.run_id).result() == 1
 
 
+@keiro.workflow
+async def asleep(run: keiro.WorkflowRun, seconds: float) -> str:
+    await run.sleep(seconds)
+    return "awake"
+
+
+@keiro.workflow(retry=keiro.Retry(attempts=2, initial=0.05, jitter=0.0))
+async def paced(run: keiro.WorkflowRun) -> str:
+    if await run.step(note, "tried") and calls == ["tried"]:
+        calls.append("failed")
+        raise RuntimeError("once")
+    return "done"
+
+
+@keiro.workflow(name="asleep_for_long")
+async def asleep_for_long(run: keiro.WorkflowRun) -> None:
+    await run.sleep(3600)
+
+
+@keiro.workflow(name="paced_for_long", retry=keiro.Retry(attempts=2, initial=3600, maximum=3600))
+async def paced_for_long(run: keiro.WorkflowRun) -> None:
+    raise RuntimeError("every time")
+
+
+async def test_wf_62_runs_of_unregistered_workflows_are_reported_when_they_are_due(
+    make_engine: MakeEngine, parks_at_once: None
+) -> None:
+    """WF-62: what is parked or paced is told of once its time has come, and not before."""
+    # Given: two runs that go on after an hour, and two that do so at once, and nobody has their workflows any more.
+    async with make_engine(asleep, asleep_for_long, paced, paced_for_long) as engine:
+        sleeping = await engine.start(asleep, 0.5, id="a")
+        retried = await engine.start(paced, id="a")
+        long = [await engine.start(asleep_for_long, id="a"), await engine.start(paced_for_long, id="a")]
+        while (await long[0].status(), (await long[1].run()).next_attempt_at_ms is None) != ("suspended", False):
+            await asyncio.sleep(0.002)
+        while (await retried.run()).attempts == 0 or await sleeping.status() != "suspended":
+            await asyncio.sleep(0.002)
+    # When: an engine without them looks.
+    async with make_engine(held_workflow) as other:
+        while len(found := await other.store.unregistered(["held_workflow"])) < 2:
+            await asyncio.sleep(0.002)
+        # Then: those whose time has come are named, as often as it looks, and none that only waits.
+        assert found == ["asleep", "paced"]
+        assert await other.store.unregistered(["asleep", "paced"]) == []
+    async with make_engine(asleep, paced) as engine:
+        assert await engine.handle(sleeping.run_id).result() == "awake"
+        assert await engine.handle(retried.run_id).result() == "done"
+
+
 async def test_u12_claims_are_filtered_and_take_the_oldest_first(make_engine: MakeEngine) -> None:
     """U12, WF-31: runs of other workflows, paced, owned and ended ones never stand in the way of the others."""
 
