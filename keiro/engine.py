@@ -58,10 +58,12 @@ from keiro.identity import (
 from keiro.limits import Queue, check_priority, limits_of
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
+from keiro.projections.invariants import Finding
 from keiro.projections.steps import StepRow
 from keiro.projections.steps import steps as fold_steps
 from keiro.projections.waits import ChildRow, Exit
 from keiro.readmodels import ReadModels
+from keiro.reconciliation import reconcile
 from keiro.reports import Outage, log, report
 from keiro.repository import RunRepository, repository
 from keiro.retention import Collection, collect
@@ -699,6 +701,16 @@ class Engine:
         for future in self._waiting.get(lineage_id, ()):
             if not future.done():
                 future.set_exception(RunNotFound(told))
+
+    async def reconcile(self, *, fix: bool = False) -> list[Finding]:
+        """Compare the rows of all runs, their clocks and deferreds with the journal; with `fix` mend them.
+
+        The journal is read once, in bites of `BITE` runs; the lock is held only for runs that seem wrong, and what is
+        wrong is mended in the transaction that finds it, durably. Others may work on meanwhile. Raises
+        `StoreUnavailable` and `StoreBusy`; what was mended before stays so.
+        """
+        self._opened()
+        return await reconcile(self.store, self._read_models.kept, self, fix=fix)
 
     async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.

@@ -58,6 +58,7 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
         "no snapshot of {run_id} was kept, a replay will read its events: {error}",
     ),
     "record_refused": (logging.ERROR, "a record of {run_id} is refused by a projection and sent again: {error}"),
+    "run_mended": (logging.WARNING, "of {run_id} the {kind} was not what the journal says, and was mended: {what}"),
     "projection_mended": (logging.WARNING, "rows of projection {projection} differed from the journal and were mended"),
     "projection_failed": (logging.ERROR, "projection {projection} cannot go on and tries again: {error}"),
 }

@@ -6,7 +6,7 @@ Followers, rebuilds and queries work on `Kept` and do not know whether rows are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -14,7 +14,11 @@ from keiro.decisions import Stored
 from keiro.events import Event
 from keiro.mapper import EventMapper
 from keiro.projections.base import Change, Key, ReadModel, Row, placed_at
+from keiro.projections.invariants import Finding
 from keiro.stores.transaction import Gate
+
+BITE: Final = 100
+"""How many runs are examined at once."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,11 @@ class Kept(Protocol):
 
     async def rebuild_runs(self) -> Report:
         """As `rebuild`, for `keiro_runs`."""
+
+    async def examine(self, after: int, *, fix: bool) -> tuple[list[Finding], int | None]:
+        """What is wrong with the next `BITE` runs behind the run_key `after`, and the run_key to go on from, None at
+        the end. With `fix` it is mended in the transaction that found it, but for owners, which `adopt_orphans` is
+        for. The lock is held for those runs only that seemed wrong before."""
 
 
 def decoded(mapper: EventMapper, rows: Iterable[Stored]) -> list[Event]:

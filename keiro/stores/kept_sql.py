@@ -16,12 +16,15 @@ from keiro.errors import ProjectionFailed
 from keiro.events import Event
 from keiro.mapper import EventMapper
 from keiro.projections.base import Key, ReadModel
+from keiro.projections.invariants import COLUMNS, Diagnosis, Examined, Finding, diagnose
 from keiro.projections.rebuilt import FOLDED_COLUMNS, ComputedRuns, mended, same_identity
+from keiro.projections.waits import CLOCKS, DEFERREDS
 from keiro.rows import RUN_COLUMNS, Run
 from keiro.stores.faults import is_refusal
-from keiro.stores.kept import Computed, Differences, MemoryRows, Report, decoded
+from keiro.stores.kept import BITE, Computed, Differences, MemoryRows, Report, decoded
 from keiro.stores.sql import Program, Sql, Statement
 from keiro.stores.transaction import Gate
+from keiro.stores.work import change_statement
 
 if TYPE_CHECKING:
     from keiro.stores.tables import RowStatements
@@ -78,6 +81,16 @@ class Text:
         )
         self.runs_after = f"{owned} WHERE r.run_key > ? ORDER BY r.run_key LIMIT ?"
         self.runs_named = f"{owned} WHERE r.run_id IN ({{names}})"
+        self.of_runs = (
+            self.slice.partition(" WHERE ")[0] + " WHERE j.run_key IN ({names}) ORDER BY j.run_key, j.version"
+        )
+        self.worker_keys = f"SELECT worker_key FROM {text.workers}"
+        self.clocks_of, self.deferreds_of = (
+            f"SELECT execution_id, {', '.join(columns)} FROM {text.journal.replace('keiro_journal', table)}"
+            " WHERE execution_id IN ({names})"
+            for table, columns in COLUMNS.items()
+        )
+        self.mend_head = f"UPDATE {text.heads} SET version = ? WHERE run_key = ?"
         self.mend_run = (
             f"UPDATE {text.runs} SET {', '.join(f'{name} = ?' for name in FOLDED_COLUMNS)} WHERE run_key = ?"
         )
@@ -89,7 +102,7 @@ class Journal:
     def __init__(self, sql: Sql, mapper: EventMapper) -> None:
         self.sql = sql
         self.text = Text(sql)
-        self._mapper = mapper
+        self.mapper = mapper
 
     def head(self) -> Program[int]:
         """The position of the newest event."""
@@ -101,7 +114,7 @@ class Journal:
         wanted = () if topics is None else tuple(sorted(topics))
         clause = "" if topics is None else f" AND j.topic IN ({', '.join('?' * len(wanted)) or 'NULL'})"
         (rows,) = yield [(self.text.slice.replace("{topics}", clause), (after, until, *wanted, limit))]
-        return decoded(self._mapper, map(self.sql.to_stored, rows))
+        return decoded(self.mapper, map(self.sql.to_stored, rows))
 
     def rest(self, after: int, topics: frozenset[str] | None) -> Program[list[Event]]:
         """All events after a position, for a transaction that holds the lock."""
@@ -490,6 +503,83 @@ class SqlKept:
             return Report(updated=updated, unmended=unmended, verified=len(computed.runs) - updated - unmended)
 
         return await self._store.transact(finish, locked=True)
+
+    # Examining
+
+    async def examine(self, after: int, *, fix: bool) -> tuple[list[Finding], int | None]:
+        """See `Kept`."""
+        text = self.journal.text
+
+        def look() -> Program[tuple[list[str], int, int]]:
+            (rows,) = yield [(text.runs_after, (after, BITE))]
+            diagnoses = yield from self._diagnoses(rows)
+            last = diagnoses[-1][0].run_key if diagnoses else after
+            return [run.run_id for run, one in diagnoses if one.findings], len(diagnoses), last
+
+        def examine(names: list[str]) -> Program[list[Finding]]:
+            (rows,) = yield [self.journal.sql.named(text.runs_named, names)]
+            found: list[Finding] = []
+            writes: list[Statement] = []
+            for run, diagnosis in (yield from self._diagnoses(rows)):
+                found += diagnosis.findings
+                if diagnosis.run is not None:
+                    writes.append((text.mend_run, self._mending_values(diagnosis.run)))
+                if diagnosis.version is not None:
+                    writes.append((text.mend_head, (diagnosis.version, run.run_key)))
+                writes += [change_statement(self.journal.sql, change) for change in diagnosis.changes]
+            if fix and writes:
+                yield writes
+            return found
+
+        suspects, count, last = await self._store.query(look)
+        # What was read without the lock may have been written to in between: only what is still so under it counts.
+        found = await self._store.transact(lambda: examine(suspects), locked=True) if suspects else []
+        return found, last if count == BITE else None
+
+    def _diagnoses(self, rows: Sequence[Any]) -> Program[list[tuple[Run, Diagnosis]]]:
+        sql, text = self.journal.sql, self.journal.text
+        owned = [sql.to_owned(row) for row in rows]
+        if not owned:
+            return []
+        keys, names = [run.run_key for run, _ in owned], [run.run_id for run, _ in owned]
+        workers, journal, clocks, deferreds = yield [
+            (text.worker_keys, ()),
+            sql.named(text.of_runs, keys),
+            sql.named(text.clocks_of, names),
+            sql.named(text.deferreds_of, names),
+        ]
+        listed = {int(row[0]) for row in workers}
+        events: dict[str, list[Event]] = {name: [] for name in names}
+        for event in decoded(self.journal.mapper, map(sql.to_stored, journal)):
+            events[event.originator_id].append(event)
+        kept: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
+            table: {name: {} for name in names} for table in COLUMNS
+        }
+        for table, found in ((CLOCKS, clocks), (DEFERREDS, deferreds)):
+            for name, first, *values in found:
+                row = dict(zip(COLUMNS[table][1:], values, strict=True))
+                for column, value in row.items():
+                    if value is not None:
+                        row[column] = int(value) if column.endswith("_ms") else value
+                if table == DEFERREDS:
+                    row["exit_json"] = sql.unseal(row["exit_json"])
+                kept[table][name][first] = row
+        return [
+            (
+                run,
+                diagnose(
+                    Examined(
+                        run,
+                        head,
+                        head.owner is None or head.owner in listed,
+                        events[run.run_id],
+                        kept[CLOCKS][run.run_id],
+                        kept[DEFERREDS][run.run_id],
+                    )
+                ),
+            )
+            for run, head in owned
+        ]
 
     def _runs_after(self, run_key: int) -> Program[list[tuple[Run, bool]]]:
         (rows,) = yield [(self.journal.text.runs_after, (run_key, PAGE))]

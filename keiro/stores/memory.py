@@ -41,6 +41,7 @@ from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begi
 from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
+from keiro.projections.invariants import COLUMNS, Examined, Finding, diagnose
 from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.projections.runs import claimed
 from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, TIMESTAMPS, Change, ChildRow, Forget, Put, timestamp
@@ -62,7 +63,7 @@ from keiro.stores.base import (
 )
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
-from keiro.stores.kept import Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.kept import BITE, Computed, Kept, MemoryRows, Report, decoded
 from keiro.stores.memory_journal import MemoryJournal
 from keiro.stores.recorders.memory import MemoryFactory as MemoryFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.transaction import Gate
@@ -692,6 +693,35 @@ class MemoryKept:
         computed = Computed(model)
         computed.fold(self._decoded(model, self._db.journal.read(0, until=rows.position)))
         return rows.mend(computed.rows)
+
+    async def examine(self, after: int, *, fix: bool) -> tuple[list[Finding], int | None]:
+        """See `Kept`."""
+        db = self._db
+        with db.lock:
+            keys = sorted(key for key in db.ids if key > after and db.ids[key] in db.runs)[:BITE]
+            found: list[Finding] = []
+            for key in keys:
+                run, head = db.runs[db.ids[key]], db.heads[key]
+                rows = {
+                    table: {
+                        row[columns[0]]: row
+                        for row in db.rows.get(table, {}).values()
+                        if (row["flow_name"], row["execution_id"]) == (run.workflow, run.run_id)
+                    }
+                    for table, columns in COLUMNS.items()
+                }
+                events = decoded(self._mapper, db.by_run.get(key, ()))
+                listed = head.owner is None or head.owner in db.workers
+                diagnosis = diagnose(Examined(run, head, listed, events, rows[CLOCKS], rows[DEFERREDS]))
+                found += diagnosis.findings
+                if fix:
+                    if diagnosis.run is not None:
+                        db.keep(diagnosis.run)
+                    if diagnosis.version is not None:
+                        db.heads[key] = replace(head, version=diagnosis.version)
+                    for change in diagnosis.changes:
+                        db.change(change)
+            return found, keys[-1] if len(keys) == BITE else None
 
     async def rebuild_runs(self) -> Report:
         """See `Kept`."""

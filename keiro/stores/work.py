@@ -322,7 +322,7 @@ class _Work:
         latest: dict[tuple[Any, ...], int] = {}
         for write in writes:
             for change in write.changes():
-                statement = self._change(change)
+                statement = change_statement(self._sql, change)
                 # All clocks of a run are addressed by the first two columns of their key.
                 rows = (change.table, *list(change.key.values())[:2])
                 after = latest.get(rows, -1)
@@ -335,26 +335,6 @@ class _Work:
                 waves[at][1].append(statement)
                 latest[rows] = at
         return [statement for _, wave in waves for statement in wave]
-
-    def _change(self, change: Change) -> Statement:
-        text, schema = _change_text, self._sql.schema
-        keys = tuple(change.key)
-        if isinstance(change, Forget):
-            return text(schema, "forget", change.table, keys, (), None), tuple(change.key.values())
-        columns = tuple(change.values)
-        values = [self._value(name, value) for name, value in change.values.items()]
-        if isinstance(change, Put):
-            return text(schema, "put", change.table, keys, columns, None), (*change.key.values(), *values)
-        assert isinstance(change, SetColumns)
-        statement = text(schema, "set", change.table, keys, columns, change.unless_set)
-        return statement, (*values, *change.key.values())
-
-    def _value(self, name: str, value: Any) -> Any:
-        if value is None:
-            return None
-        if name in SEALED:
-            return self._sql.seal(value)
-        return timestamp(value) if name in TIMESTAMPS else value
 
     def keyed(self, decision: Decision) -> Decision:
         """The decision with the keys of runs that were born, by it or earlier in the batch."""
@@ -370,6 +350,28 @@ class _Work:
 
     def _keyed(self, run: Run) -> Run:
         return run if run.run_key else replace(run, run_key=self._keys[run.run_id])
+
+
+def change_statement(sql: Sql, change: Change) -> Statement:
+    """A change of a row as a statement."""
+    keys = tuple(change.key)
+    if isinstance(change, Forget):
+        return _change_text(sql.schema, "forget", change.table, keys, (), None), tuple(change.key.values())
+    columns = tuple(change.values)
+    values = [_value(sql, name, value) for name, value in change.values.items()]
+    if isinstance(change, Put):
+        return _change_text(sql.schema, "put", change.table, keys, columns, None), (*change.key.values(), *values)
+    assert isinstance(change, SetColumns)
+    statement = _change_text(sql.schema, "set", change.table, keys, columns, change.unless_set)
+    return statement, (*values, *change.key.values())
+
+
+def _value(sql: Sql, name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in SEALED:
+        return sql.seal(value)
+    return timestamp(value) if name in TIMESTAMPS else value
 
 
 @lru_cache(maxsize=64)
