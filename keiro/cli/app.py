@@ -1,7 +1,8 @@
 """The commands and their options. What they print is made in `keiro.cli.output`.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 the run failed or was
-cancelled or a replay would break, 2 the command could not do what it was asked (the message says why), 130 interrupted.
+cancelled, a replay would break or the doctor has found something, 2 the command could not do what it was asked (the
+message says why), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class _ToStandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told: dict[str, object] = getattr(record, "keiro", {})
-        # The command ends with how its run failed, and it is no worker that ought to have every workflow.
-        if told.get("event") not in ("run_failed", "unregistered_workflow"):
+        # The command ends with how its run failed or what was mended, and it is no worker that ought to have every
+        # workflow.
+        if told.get("event") not in ("run_failed", "unregistered_workflow", "run_mended"):
             output.note(f"{record.levelname.lower()}: {self.format(record)}")
 
 
@@ -293,6 +295,20 @@ def gc(
         found = asyncio.run(operations.gc(url, older_than, yes=yes))
     output.collected(found, as_json, yes=yes)
     if found.failed:
+        sys.exit(1)
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend it; without, nothing is changed.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the rows of all runs with their journal. The exit code is 1 if something is wrong and was not mended."""
+    with _reporting():
+        found = asyncio.run(operations.reconcile(url, fix=fix))
+    output.findings(found, as_json)
+    if not all(one.fixed for one in found):
         sys.exit(1)
 
 

@@ -17,6 +17,7 @@ from keiro.cli.operating import Node, Told
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.identity import lineage_of
+from keiro.projections.invariants import Finding
 from keiro.retention import Collection
 from keiro.rows import Run, Status
 
@@ -102,6 +103,12 @@ async def gc(url: str, older_than: str, *, yes: bool) -> Collection:
     seconds = age(older_than)
     async with client(url) as engine:
         return await engine.gc(seconds, dry_run=not yes)
+
+
+async def reconcile(url: str, *, fix: bool) -> list[Finding]:
+    """What of the rows is not as the journal says."""
+    async with client(url) as engine:
+        return await engine.reconcile(fix=fix)
 
 
 async def tree(url: str, run_id: str) -> Node:

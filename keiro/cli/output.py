@@ -23,6 +23,7 @@ from keiro.cli.operating import Node, Told
 from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
 from keiro.failures import Failure, describe
+from keiro.projections.invariants import Finding
 from keiro.projections.steps import StepRow
 from keiro.projections.waits import ChildRow
 from keiro.retention import Collection
@@ -231,6 +232,20 @@ def collected(found: Collection, as_json: bool, *, yes: bool) -> None:
     )
     if not yes and found.collected:
         note("nothing was changed: the same command with --yes does it")
+
+
+def findings(found: Sequence[Finding], as_json: bool) -> None:
+    """What is not as the journal says."""
+    if as_json:
+        result(found)
+        return
+    if found:
+        rows = [(one.kind, "mended" if one.fixed else "wrong", one.run_id, one.what) for one in found]
+        lines(_table(("kind", "now", "run", "what"), rows))
+    mended = sum(one.fixed for one in found)
+    note("everything is as the journal says" if not found else f"{len(found)} found, {mended} mended")
+    if found and not mended:
+        note("nothing was changed: the same command with --fix mends it")
 
 
 def steps(found: list[StepRow], as_json: bool) -> None:
