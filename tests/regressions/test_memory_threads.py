@@ -48,10 +48,10 @@ async def test_two_threads_do_not_write_at_once(tmp_path: Path, monkeypatch: pyt
 
     def interrupted(*args: Any) -> Any:
         if not before:
-            before.append(len(one._journal))
+            before.append(one._journal.last)
             other.start()
             other.join(0.2)  # it has to wait for us: what we have loaded must not change before we write
-            before.append(len(one._journal))
+            before.append(one._journal.last)
         return decide(*args)
 
     monkeypatch.setattr(memory, "decide", interrupted)
