@@ -37,10 +37,10 @@ class Child:
         await self._contestant.fill_finished(Place(store, at), runs)
         return {}
 
-    async def open(self, store: Any, at: str, arrivals: int = 0, shut: bool = False) -> Reading:
+    async def open(self, store: Any, at: str, arrivals: int = 0, shut: bool = False, client: bool = False) -> Reading:
         self._opened_at = time.perf_counter()
         GATE.expect(arrivals, shut)
-        await self._contestant.open(Place(store, at))
+        await (self._contestant.open_client if client else self._contestant.open)(Place(store, at))
         return {"seconds": time.perf_counter() - self._opened_at}
 
     async def close(self) -> Reading:
@@ -65,6 +65,37 @@ class Child:
     async def enqueue(self, runs: int) -> Reading:
         await self._contestant.enqueue(20)
         return await _timed(0, lambda: self._contestant.enqueue(runs), runs)
+
+    async def begin_waits(self, runs: int) -> Reading:
+        await self._contestant.begin_waits(runs)
+        return {}
+
+    async def complete_waits(self, runs: int, in_turn: bool) -> Reading:
+        return {"given": await self._contestant.complete_waits(runs, in_turn)}
+
+    async def end_waits(self, runs: int) -> Reading:
+        return {"went_on": await self._contestant.end_waits(runs)}
+
+    async def family(self, children: int) -> Reading:
+        """A parent with children, after a small one."""
+        await self._contestant.family(10)
+        return await _timed(0, lambda: self._contestant.family(children), children)
+
+    async def clocks(self, runs: int, seconds: float) -> Reading:
+        return {"seconds": await self._contestant.clocks(runs, seconds)}
+
+    async def fill_parked(self, store: Any, at: str, runs: int) -> Reading:
+        await self._contestant.fill_parked(Place(store, at), runs)
+        return {}
+
+    async def idle(self, seconds: float) -> Reading:
+        """The share of a core that the process takes while nothing happens, in percent, and its memory."""
+        await asyncio.sleep(2)  # what opening has left to do
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        await asyncio.sleep(seconds)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime - usage.ru_utime + after.ru_stime - usage.ru_stime
+        return {"percent": cpu / seconds * 100, "bytes": _resident_bytes()}
 
     async def begin_held(self, runs: int, steps: int) -> Reading:
         await self._contestant.begin_held(runs, steps)

@@ -49,6 +49,10 @@ class Contestant(ABC):
     async def open(self, place: Place) -> None:
         """Open the engine on a place, ready to start runs."""
 
+    async def open_client(self, place: Place) -> None:
+        """Open beside an engine of another process, and drive nothing."""
+        raise NotOffered("no clients")
+
     @abstractmethod
     async def close(self) -> None:
         """Release everything, so that another place can be opened."""
@@ -67,6 +71,32 @@ class Contestant(ABC):
 
     async def fill_finished(self, place: Place, runs: int) -> None:
         """Store `runs` finished one-step runs by plain SQL before the engine opens."""
+        raise NotOffered("not filled")
+
+    async def begin_waits(self, runs: int) -> None:
+        """Start runs that wait for a value from outside and then do a step; return when all are parked."""
+        raise NotOffered("no values from outside")
+
+    async def complete_waits(self, runs: int, in_turn: bool) -> list[float]:
+        """Give the values, each a moment after the one before; with `in_turn` after that one's run has ended. When
+        each was given, by the clock of all processes."""
+        raise NotOffered("no values from outside")
+
+    async def end_waits(self, runs: int) -> list[float]:
+        """Wait for the ends of the runs that waited; when the step of each began."""
+        raise NotOffered("no values from outside")
+
+    async def family(self, children: int) -> None:
+        """Run a parent with so many children of one step each, and wait for its result."""
+        raise NotOffered("no children")
+
+    async def clocks(self, runs: int, seconds: float) -> float:
+        """Start runs that sleep until the same moment, `seconds` from now; by how much the last of the clocks fired
+        later than that."""
+        raise NotOffered("no clocks")
+
+    async def fill_parked(self, place: Place, runs: int) -> None:
+        """Store `runs` parked runs by plain SQL before the engine opens."""
         raise NotOffered("not filled")
 
     async def begin_held(self, runs: int, steps: int) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import sqlite3
+import time
 import uuid
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -51,6 +53,33 @@ async def _held(run: WorkflowRun, steps: int) -> int:
     return await run.step(_hold)
 
 
+_WENT_ON: dict[str, float] = {}
+
+
+async def _go_on(key: str) -> None:
+    _WENT_ON[key] = time.perf_counter()
+
+
+@keiro.workflow(name="bench.waits")
+async def _waits(run: WorkflowRun) -> None:
+    await run.deferred("go").result()
+    await run.step(_go_on, run.key)
+
+
+@keiro.workflow(name="bench.family")
+async def _family(run: WorkflowRun, children: int) -> int:
+    spawned = await asyncio.gather(*(run.spawn(_steps, 1, id=f"{run.key}-{n}") for n in range(children)))
+    return sum(await asyncio.gather(*(child.result() for child in spawned)))
+
+
+@keiro.workflow(name="bench.sleeps")
+async def _sleeps(run: WorkflowRun, due_ms: int) -> None:
+    await run.sleep_until(datetime.fromtimestamp(due_ms / 1000, UTC))
+
+
+_WORKFLOWS = [_steps, _bodies, _held, _waits, _family, _sleeps]
+
+
 class Keiro(Contestant):
     """An engine as shipped; `sqlite-normal` asks for it by durability="normal"."""
 
@@ -61,7 +90,13 @@ class Keiro(Contestant):
 
     async def open(self, place: Place) -> None:
         options: dict[str, Any] = {"durability": "normal"} if place.store == "sqlite-normal" else {}
-        self._engine = keiro.Engine(place.url, workflows=[_steps, _bodies, _held], **options)
+        await self._open(place, options)
+
+    async def open_client(self, place: Place) -> None:
+        await self._open(place, {"worker": False})
+
+    async def _open(self, place: Place, options: dict[str, Any]) -> None:
+        self._engine = keiro.Engine(place.url, workflows=_WORKFLOWS, **options)
         await self._engine.__aenter__()
         # New keys at each open: starting a key that exists does nothing, which is quick.
         opened = uuid.uuid4().hex[:8]
@@ -94,6 +129,54 @@ class Keiro(Contestant):
         await self.close()
         _multiply(place, runs)
 
+    async def begin_waits(self, runs: int) -> None:
+        _WENT_ON.clear()
+        handles = await self._engine.start_many(_waits, [()] * runs, ids=[f"waits-{n}" for n in range(runs)])
+        for handle in handles:
+            while await handle.status() != "suspended":
+                await asyncio.sleep(0.01)
+
+    async def complete_waits(self, runs: int, in_turn: bool) -> list[float]:
+        given = []
+        for number in range(runs):
+            run_id = f"wf:bench.waits-waits-{number}"
+            given.append(time.perf_counter())
+            await self._engine.complete(run_id, "go", None)
+            if in_turn:
+                await self._engine.handle(run_id).result()
+            else:
+                await asyncio.sleep(0.02)
+        return given
+
+    async def end_waits(self, runs: int) -> list[float]:
+        for number in range(runs):
+            await self._engine.handle(f"wf:bench.waits-waits-{number}").result()
+        return [_WENT_ON[f"waits-{number}"] for number in range(runs)]
+
+    async def family(self, children: int) -> None:
+        handle = await self._engine.start(_family, children, id=f"family-{next(self._keys)}")
+        assert await handle.result() == children
+
+    async def clocks(self, runs: int, seconds: float) -> float:
+        due = time.time() + seconds
+        handles = await self._engine.start_many(_sleeps, [round(due * 1000)] * runs)
+        for handle in handles:
+            while await handle.status() != "suspended":
+                await asyncio.sleep(0.01)
+        assert time.time() < due, "not all were parked before they were due"
+        await asyncio.sleep(due - time.time())
+        # Another thread looks: what is asked here would wait for what is measured.
+        fired_at = await asyncio.to_thread(_all_fired, self._place)
+        await asyncio.gather(*(handle.result() for handle in handles))
+        return fired_at - due
+
+    async def fill_parked(self, place: Place, runs: int) -> None:
+        await self.prepare(place)
+        await self.open(place)
+        await self.begin_waits(1)
+        await self.close()
+        _multiply(place, runs)
+
     async def begin_held(self, runs: int, steps: int) -> None:
         # Not all at once: what so many starts under way take for a moment is no memory of resident runs.
         for first in range(0, runs, 50):
@@ -108,6 +191,23 @@ class Keiro(Contestant):
     async def reach_gate(self, runs: int) -> float:
         await GATE.all_arrived()
         return 0.0
+
+
+def _all_fired(place: Place) -> float:
+    """When no clock is open any more, looked at each hundredth of a second."""
+    count = "SELECT count(*) FROM {} WHERE completed_at_ms IS NULL"
+    with contextlib.ExitStack() as stack:
+        if place.is_sqlite:
+            connection = stack.enter_context(contextlib.closing(sqlite3.connect(place.at)))
+            statement = count.format("keiro_clock_deadlines")
+            while connection.execute(statement).fetchone() != (0,):
+                time.sleep(0.01)
+        else:
+            server = stack.enter_context(psycopg.connect(place.at, autocommit=True))
+            on_server = count.format("keiro.keiro_clock_deadlines").encode()
+            while server.execute(on_server).fetchone() != (0,):
+                time.sleep(0.01)
+    return time.time()
 
 
 def _multiply(place: Place, runs: int) -> None:

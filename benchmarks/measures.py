@@ -41,10 +41,14 @@ class Sizes:
     finished: int
     endless_steps: int
     imports: int
+    wakes: int
+    children: int
+    clocks: int
+    parked: int
 
 
-FULL = Sizes(5, 1.0, 5000, 500, 1000, 100_000, 1000, 50_000, 1000, 500, 20_000, 200_000, 10)
-QUICK = Sizes(1, 0.2, 1000, 100, 200, 5_000, 200, 10_000, 500, 50, 2_000, 20_000, 3)
+FULL = Sizes(5, 1.0, 5000, 500, 1000, 100_000, 1000, 50_000, 1000, 500, 20_000, 200_000, 10, 300, 1000, 10_000, 100_000)
+QUICK = Sizes(1, 0.2, 1000, 100, 200, 5_000, 200, 10_000, 500, 50, 2_000, 20_000, 3, 20, 100, 200, 1_000)
 
 
 @dataclass
@@ -244,6 +248,90 @@ def _memory(do: str, size: str) -> Callable[[Seat], Sample]:
     return sample
 
 
+def _latency(given: list[float], went_on: list[float]) -> Sample:
+    took = sorted((after - before) * 1000 for before, after in zip(given, went_on, strict=True))
+    return {"value": took[len(took) // 2], "p99": took[len(took) * 99 // 100]}
+
+
+def _wake(seat: Seat) -> Sample:
+    runs = seat.sizes.wakes
+    with seat.fresh_place() as place:
+        at = {"store": place.store, "at": place.at}
+        seat.process.ask("prepare", **at)
+        seat.process.ask("open", **at)
+        seat.process.ask("begin_waits", runs=runs)
+        given = seat.process.ask("complete_waits", runs=runs, in_turn=True)["given"]
+        went_on = seat.process.ask("end_waits", runs=runs)["went_on"]
+        seat.process.ask("close")
+    return _latency(given, went_on)
+
+
+def _wake_elsewhere(seat: Seat) -> Sample:
+    runs = seat.sizes.wakes
+    with seat.fresh_place() as place:
+        at = {"store": place.store, "at": place.at}
+        seat.process.ask("prepare", **at)
+        seat.process.ask("open", **at)
+        seat.process.ask("begin_waits", runs=runs)
+        other = seat.spawn()
+        try:
+            other.ask("open", **at, client=True)
+            # The driving process goes on by itself while it is asked to wait for the ends.
+            seat.process.send("end_waits", runs=runs)
+            given = other.ask("complete_waits", runs=runs, in_turn=False)["given"]
+            went_on = seat.process.receive()["went_on"]
+            other.ask("close")
+        finally:
+            other.kill()
+        seat.process.ask("close")
+    return _latency(given, went_on)
+
+
+def _family(times: int) -> Callable[[Seat], Sample]:
+    def sample(seat: Seat) -> Sample:
+        reading = _on_fresh_place(seat, "family", children=seat.sizes.children * times)
+        return {"value": reading["seconds"], "cpu_us": reading["cpu"] / reading["count"] * 1e6}
+
+    return sample
+
+
+def _clocks(seat: Seat) -> Sample:
+    runs = seat.sizes.clocks
+    return {"value": _on_fresh_place(seat, "clocks", runs=runs, seconds=2 + runs / 800)["seconds"]}
+
+
+def _parked(seat: Seat) -> Sample:
+    """An idle process beside so many parked runs, and beside none."""
+    found: dict[int, Sample] = {}
+    for runs in (0, seat.sizes.parked):
+        with seat.fresh_place() as place:
+            at = {"store": place.store, "at": place.at}
+            process = seat.spawn()
+            try:
+                if runs:
+                    process.ask("fill_parked", **at, runs=runs)
+                    process.kill()
+                    process = seat.spawn()
+                else:
+                    process.ask("prepare", **at)
+                process.ask("open", **at)
+                idle = process.ask("idle", seconds=5)
+                wakes = min(seat.sizes.wakes, 100)
+                # Other keys than those that are stored: the first of these is there already.
+                process.ask("begin_waits", runs=wakes)
+                given = process.ask("complete_waits", runs=wakes, in_turn=True)["given"]
+                wake = _latency(given, process.ask("end_waits", runs=wakes)["went_on"])
+                found[runs] = {"percent": idle["percent"], "bytes": idle["bytes"], "wake": wake["value"]}
+            finally:
+                process.kill()
+    none, many = found[0], found[seat.sizes.parked]
+    return {
+        "value": many["percent"],
+        "growth_mb": (many["bytes"] - none["bytes"]) / 2**20,
+        "wake_times": many["wake"] / none["wake"],
+    }
+
+
 def _save(events: int) -> Callable[[Seat], Sample]:
     def sample(seat: Seat) -> Sample:
         return _rate(_on_fresh_place(seat, "save", seconds=seat.sizes.seconds, events=events))
@@ -272,6 +360,7 @@ _IMPORTED = tuple(
     Entry(name, "", "", (NOWHERE,), "keiro" if name == "keiro" else "peer", f"import {module}")
     for name, module in IMPORTS.items()
 )
+_OURS = _named("keiro")
 _WORKERS = tuple(entry for entry in ENGINES if entry.name != "floor")
 
 
@@ -378,6 +467,21 @@ MEASURES: tuple[Measure, ...] = (
         _named("keiro"),
         _memory("memory_long", "endless_steps"),
         lambda sizes, _entry: min(sizes.rounds, 3),
+    ),
+    Measure("wake", "A value is given until its run goes on, same process", "ms", False, _DURABLE, _OURS, _wake),
+    Measure("wake-elsewhere", "The same from another process", "ms", False, _DURABLE, _OURS, _wake_elsewhere),
+    Measure("family", "A parent with 1,000 children of one step", "s", False, _DURABLE, _OURS, _family(1)),
+    Measure("family-large", "A parent with 10,000 children of one step", "s", False, _DURABLE, _OURS, _family(10)),
+    Measure("clocks", "10,000 clocks due at once, until the last has fired", "s", False, _DURABLE, _OURS, _clocks),
+    Measure(
+        "parked",
+        "An idle process beside 100,000 parked runs",
+        "% of a core",
+        False,
+        _DURABLE,
+        _OURS,
+        _parked,
+        lambda sizes, _entry: min(sizes.rounds, 2),
     ),
     Measure("save-1", "Application.save of 1 event", "saves/s", True, _DURABLE, RECORDERS, _save(1)),
     Measure("save-10", "Application.save of 10 events", "saves/s", True, _DURABLE, RECORDERS, _save(10)),

@@ -105,6 +105,22 @@ def _absolute(results: Results) -> Iterator[Verdict]:
         got = _ratio(results.median("replay-10000", store, "keiro"), results.median("replay-1000", store, "keiro"))
         # Reading that grows with the square of the steps would cost ten times as much, noise some per cent.
         yield _verdict("replay of 10,000 steps against 1,000", store, 1.25, got, "× a step", False)
+    yield from simple("a value given until its run goes on, median", "wake", dict.fromkeys(_DURABLE, 1.0), "ms")
+    yield from simple("the same from another process, median", "wake-elsewhere", dict.fromkeys(_DURABLE, 5.0), "ms")
+    for measure, most, what in (("wake", 5.0, "a value given"), ("wake-elsewhere", 25.0, "the same from elsewhere")):
+        for store in _DURABLE:
+            yield _verdict(f"{what}, p99", store, most, results.median(measure, store, "keiro", "p99"), "ms", False)
+    yield from simple("a parent with 1,000 children", "family", {"sqlite-full": 0.5, "postgres": 1.0}, "s")
+    for store in _DURABLE:
+        got = _ratio(results.median("family-large", store, "keiro"), results.median("family", store, "keiro"))
+        yield _verdict("ten times as many children", store, 15, got, "× the time", False)
+    yield from simple("10,000 clocks due at once", "clocks", dict.fromkeys(_DURABLE, 1.0), "s")
+    yield from simple("idle beside 100,000 parked runs", "parked", dict.fromkeys(_DURABLE, 1.0), "% of a core")
+    for store in _DURABLE:
+        grown = results.median("parked", store, "keiro", "growth_mb")
+        yield _verdict("memory beside 100,000 parked runs", store, 50, grown, "MB", False)
+        slower = results.median("parked", store, "keiro", "wake_times")
+        yield _verdict("a wake beside 100,000 parked runs", store, 1.25, slower, "× empty", False)
     yield from simple("memory of a resident run", "memory-resident", dict.fromkeys(_DURABLE, 5.0), "KB")
     # As near to nothing as the pages of a process can show: six bytes a step, a fiftieth of a resident run.
     yield from simple("memory left by a finished run", "memory-finished", dict.fromkeys(_DURABLE, 0.1), "KB")

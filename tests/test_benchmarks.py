@@ -13,7 +13,14 @@ def _results_in_which_every_figure_is(value: float) -> Results:
         for store in measure.stores:
             for entry in measure.entries:
                 if store in entry.stores:
-                    sample = {"value": value, "cpu_us": value, "times_empty": value}
+                    sample = {
+                        "value": value,
+                        "cpu_us": value,
+                        "times_empty": value,
+                        "p99": value,
+                        "growth_mb": value,
+                        "wake_times": value,
+                    }
                     results.lines.append(Line(measure, store, entry, [sample]))
     return results
 
