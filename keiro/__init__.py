@@ -39,6 +39,7 @@ from keiro.limits import Rate as Rate
 from keiro.projections.base import Projection as Projection
 from keiro.projections.base import position_of as position_of
 from keiro.retry import Retry as Retry
+from keiro.retry import RetryAfter as RetryAfter
 from keiro.rows import Run as Run
 from keiro.rows import Status as Status
 from keiro.run import WorkflowRun as WorkflowRun
@@ -71,6 +72,7 @@ __all__ = (
     "Queue",
     "Rate",
     "Retry",
+    "RetryAfter",
     "Run",
     "RunConflict",
     "RunEnded",

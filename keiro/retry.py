@@ -7,6 +7,23 @@ from datetime import timedelta
 from keiro.errors import InvalidCall
 
 
+class RetryAfter(Exception):
+    """Raised by a step that knows when to try again (a rate limit's answer): the next attempt is after `delay` seconds.
+
+    It takes the place of the policy's pacing, past `maximum` and without jitter, and is retried whatever `retry_on`
+    says. It uses up an attempt like every failure, so `attempts` stays the ceiling, and a step without a policy fails.
+    The time of the next attempt is durable. Raises `InvalidCall` for a delay that is not a number from 0.
+    """
+
+    def __init__(self, delay: float | timedelta, *details: object) -> None:
+        seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 <= seconds <= 1e9:
+            raise InvalidCall(f"RetryAfter({delay!r}): the delay is a number of seconds from 0 to 1e+09")
+        # The arguments are what a failure keeps: the exception can be built from them again after a restart.
+        super().__init__(float(seconds), *details)
+        self.delay = float(seconds)
+
+
 class Retry:
     """How often and how soon a failed attempt is repeated.
 
@@ -50,7 +67,11 @@ class Retry:
 
     def delay(self, attempt: int, error: BaseException, chance: float) -> float | None:
         """Seconds to wait after failed `attempt` (from 1), or None to give up; `chance` in [0, 1) draws the jitter."""
-        if attempt >= self.attempts or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on):
+        if attempt >= self.attempts or isinstance(error, self.give_up_on):
+            return None
+        if isinstance(error, RetryAfter):
+            return error.delay
+        if not isinstance(error, self.retry_on):
             return None
         # The exponent is capped: 2.0 ** 1024 overflows, and `maximum` has won long before.
         wait = min(self.initial * self.factor ** min(attempt - 1, 64), self.maximum)
