@@ -175,6 +175,7 @@ class Driver:
         "_retracted",
         "_root",
         "_spawned",
+        "_told",
         "_unseen",
         "_version",
         "_waits",
@@ -231,6 +232,7 @@ class Driver:
         self._clocks: dict[str, int] | None = None
         self._retracted: dict[str, int] | None = None
         self._consumed: set[str] | None = None
+        self._told: set[str] | None = None  # of those that were consumed, what the journal says
         self._spawned: dict[str, int] | None = None
         self._keeping: Task[None] | None = None
 
@@ -326,7 +328,7 @@ class Driver:
         # More than the head had at the claim, where somebody appended before the history was read.
         self._version = self._known = stored[-1].version if stored else max(after, self._known)
         past = past_of(self.run.run_id, stored, snapshots)
-        self._history, self._clocks, self._retracted = past.steps, past.clocks, past.retracted
+        self._history, self._clocks, self._retracted, self._told = past
         if self.workflow.aggregate is not None:
             self._unseen = deque(row for row in (*others, *stored) if ":" in row.topic)
 
@@ -345,7 +347,10 @@ class Driver:
     async def _settle(self, event: Event) -> None:
         # A failure may be followed by another one after a resurrection or a retry, so its id is fresh each time.
         event_id = self._ids(COMPLETED) if isinstance(event, WorkflowCompleted) else uuid.uuid4().bytes
-        alone = self.run.parent_run_id is None and not self._clocks
+        consumed = self.newly_consumed()
+        if consumed and isinstance(event, WorkflowCompleted | WorkflowFailed):
+            event = msgspec.structs.replace(event, consumed=consumed)
+        alone = self.run.parent_run_id is None and not self._clocks and not consumed
         await self._record(new(event, event_id), alone=alone)
         match event:
             case WorkflowFailed():
@@ -520,6 +525,10 @@ class Driver:
         waits = self._waits
         idle = not self.busy and self.parking is None and self._catching is None and not self.sealed and not self.over
         return idle and bool(waits) and waits is not None and not waits.come()
+
+    def newly_consumed(self) -> tuple[str, ...]:
+        """The deferreds whose completions the body has taken, and the journal does not say so yet."""
+        return () if self._consumed is None else tuple(sorted(self._consumed - (self._told or set())))
 
     def is_recorded(self, step: str) -> bool:
         """Whether `step` is in the history that was read and not yet taken."""
@@ -836,9 +845,9 @@ class Driver:
                 await self._take(strand, expired)
                 raise self._too_late(step, timeout)
             if found is not None:
-                if self._consumed is None:
-                    self._consumed = set()
-                self._consumed.add(step)
+                if kind == "deferred":
+                    self._consumed = self._consumed or set()
+                    self._consumed.add(step.removeprefix("awk:"))
                 await self._take(strand, found)
                 return found
             due = None
@@ -1062,12 +1071,13 @@ class Driver:
             patches=self.workflow.patches,
             priority=run.priority,
         )
-        taken = frozenset(step.removeprefix("awk:") for step in self._consumed or () if step.startswith("awk:"))
+        taken = frozenset(self._consumed or ())
 
         def within(append: Append) -> Rotate:
             return Rotate(append, Start(following, new(started, ids("start")), append.at_ms), taken)
 
-        await self._record(new(WorkflowCompleted(handoff=following), self._ids(COMPLETED)), within=within)
+        ending = WorkflowCompleted(handoff=following, consumed=self.newly_consumed())
+        await self._record(new(ending, self._ids(COMPLETED)), within=within)
 
     def wall_ms(self) -> int:
         """The time it is now."""

@@ -143,6 +143,8 @@ class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):
 
     state: str
     waits: tuple[Wait, ...] = ()
+    consumed: tuple[str, ...] = ()
+    """The deferreds whose completions the body has taken since it said so last."""
 
 
 class StepRetracted(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,6 +164,8 @@ class WorkflowCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     result: Raw = Raw(b"null")
     handoff: str | None = None
     """The run id of the next round."""
+    consumed: tuple[str, ...] = ()
+    """As in `StateChanged`."""
 
 
 class WorkflowFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,6 +174,8 @@ class WorkflowFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
     TOPIC: ClassVar[str] = "WorkflowFailed"
 
     failure: Failure
+    consumed: tuple[str, ...] = ()
+    """As in `StateChanged`."""
 
 
 class WorkflowRetried(Event, frozen=True, kw_only=True, omit_defaults=True):

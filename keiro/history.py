@@ -75,12 +75,13 @@ class History(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What the journal says of a run: the newest word on each step, when its clocks are due, and how often each step
-    was retracted."""
+    """What the journal says of a run: the newest word on each step, when its clocks are due, how often each step was
+    retracted, and which deferreds the body is said to have taken."""
 
     steps: dict[str, Recorded]
     clocks: dict[str, int] | None
     retracted: dict[str, int] | None
+    consumed: set[str] | None
 
 
 class Journal(Protocol):
@@ -154,7 +155,7 @@ def past_of(run_id: str, stored: Sequence[Stored], snapshots: Sequence[Snapshot]
         else:
             fold.merged(one)
     fold.events(stored)
-    return Past(fold.history, fold.clocks, fold.retracted)
+    return Past(fold.history, fold.clocks, fold.retracted, fold.consumed)
 
 
 class _Fold:
@@ -163,6 +164,7 @@ class _Fold:
         self.history: dict[str, Recorded] = {}
         self.clocks: dict[str, int] | None = None
         self.retracted: dict[str, int] | None = None
+        self.consumed: set[str] | None = None
 
     def steps(self, recorded: Iterable[Recorded]) -> None:
         history, clocks = self.history, self.clocks
@@ -205,6 +207,8 @@ class _Fold:
         match row.topic:
             case "StateChanged":
                 changed = _decode_state(row.payload)
+                if changed.consumed:
+                    self.consumed = {*(self.consumed or ()), *changed.consumed}
                 if changed.state == "clock_scheduled":
                     clocks = self.clocks = {} if self.clocks is None else self.clocks
                     for wait in changed.waits:

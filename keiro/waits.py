@@ -198,7 +198,8 @@ class Waits:
             waits = tuple(dict.fromkeys(one for wait in self._open for one in wait.shown()))
             if not waits:
                 return
-            event = new(StateChanged(state="suspended", waits=waits), self._id(driver.version))
+            consumed = driver.newly_consumed()
+            event = new(StateChanged(state="suspended", waits=waits, consumed=consumed), self._id(driver.version))
             run, at_ms = driver.run, driver.host.wall_ms()
             after = fold(run, (event,), at_ms)
             outcome = await driver.host.store.submit(
@@ -212,6 +213,7 @@ class Waits:
                     driver.version,
                     after,
                     exact=True,
+                    alone=not consumed,
                 )
             )
             if isinstance(outcome, VersionConflict):

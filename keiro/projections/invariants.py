@@ -53,10 +53,10 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     CLOCKS: ("clock_name", "deferred_name", "due_at_ms", "completed_at_ms"),
-    DEFERREDS: ("deferred_name", "exit_json", "completed_at_ms"),
+    DEFERREDS: ("deferred_name", "exit_json", "completed_at_ms", "consumed_at_ms"),
 }
-"""Of the rows that are compared: the column of the name, and those that the journal says. `consumed_at_ms` and
-`metadata_json` are none of its."""
+"""Of the rows that are compared: the column of the name, and those that the journal says. `metadata_json` is none of
+its."""
 
 
 def diagnose(of: Examined) -> Diagnosis:

@@ -95,6 +95,10 @@ def changes(run: Run, events: Iterable[Event], at_ms: int) -> Iterator[Change]:
 
 
 def _changes(run: Run, event: Event, at_ms: int) -> Iterator[Change]:
+    if isinstance(event, StateChanged | WorkflowCompleted | WorkflowFailed):
+        for name in event.consumed:
+            address = {**_address(run), "deferred_name": name}
+            yield Set(DEFERREDS, address, {"consumed_at_ms": at_ms}, unless_set="consumed_at_ms")
     match event:
         case StateChanged(state="clock_scheduled"):
             for wait in event.waits:

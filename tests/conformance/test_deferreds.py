@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from keiro import driver as drivers
 from keiro import waits
 from keiro.errors import StoreUnavailable
 from keiro.events import StepRecorded
+from keiro.projections.waits import DEFERREDS
 from tests.conformance.parking import (
     before_parking,
     evicted,
@@ -676,6 +678,56 @@ async def test_a_timeout_that_is_due_while_no_process_runs_is_over_in_the_next_o
             await asyncio.sleep(0.01)
     async with make_engine(asks_with_patience, strict=True) as engine:
         assert await engine.handle(handle.run_id).result() == ("in time" if at == "early" else "too late")
+
+
+def consumed(store_url: str, engine: keiro.Engine) -> dict[tuple[str, str], int | None]:
+    """When each completion was taken by the body, by run and name."""
+    if store_url.startswith("memory"):
+        rows = engine.store._db.rows[DEFERREDS].values()  # type: ignore[attr-defined]
+        return {(row["execution_id"], row["deferred_name"]): row["consumed_at_ms"] for row in rows}
+    columns = "execution_id, deferred_name, consumed_at_ms"
+    if store_url.startswith("sqlite"):
+        with sqlite3.connect(store_url.removeprefix("sqlite:///")) as connection:
+            found = connection.execute(f"SELECT {columns} FROM {DEFERREDS}").fetchall()
+    else:
+        import psycopg
+
+        with psycopg.connect(store_url) as server:
+            found = server.execute(f"SELECT {columns} FROM keiro.{DEFERREDS}".encode()).fetchall()
+    return {(run_id, name): at_ms for run_id, name, at_ms in found}
+
+
+async def test_a_completion_shows_when_the_body_took_it(make_engine: MakeEngine, store_url: str) -> None:
+    """Said with the next event that parks the run or ends its round, once; what was not taken is carried over."""
+
+    @keiro.workflow
+    async def takes(run: keiro.WorkflowRun, again: bool) -> int:
+        one: int = await run.deferred("one", int).result()
+        if again:
+            await run.deferred("two", int).result()
+            run.continue_as_new(False)
+        return one
+
+    async with make_engine(takes, strict=True) as engine:
+        handle = await engine.start(takes, True, id="a")
+        await engine.complete(handle.run_id, "one", 1)
+        while (await parked(handle)).waiting_token != "awk:two":
+            await asyncio.sleep(0.002)
+        first = (handle.run_id, "one")
+        at_ms = consumed(store_url, engine)[first]
+        assert at_ms is not None
+        await engine.complete(handle.run_id, "late", None)
+        await engine.complete(handle.run_id, "two", 2)
+        while not (await handle.run()).round_ordinal:
+            await asyncio.sleep(0.002)
+        rows = consumed(store_url, engine)
+        assert rows[first] == at_ms, "the first time counts"
+        assert rows[handle.run_id, "two"] is not None
+        assert rows[handle.run_id, "late"] is None
+        assert rows[handle.run_id + "#1", "late"] is None, "carried over"
+        await engine.complete(handle.run_id, "one", 3)
+        assert await handle.result() == 3
+        assert consumed(store_url, engine)[handle.run_id + "#1", "one"] is not None
 
 
 # Whoever drives it, wherever it is stopped
