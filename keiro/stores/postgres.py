@@ -65,6 +65,8 @@ FAREWELL_S: Final = 10.0
 """How long a store that is closed waits for a server that may not answer to commit what is queued."""
 LOCK_LIMIT_S: Final = 15.0
 """How long a batch waits for the lock, which a caller's own transaction may hold. Whoever waits is told then."""
+SILENT_S: float = 10.0
+"""A server that owes an answer for longer is asked, by a new connection, whether it is there at all."""
 FEW: Final = 4
 """Up to so many commands, statements without arrays in one round trip cost less than one with arrays."""
 CHANNEL: Final = "keiro"
@@ -209,6 +211,7 @@ class PostgresStore:
             await self._disconnect()
             raise
         self._writing = self._loop.create_task(self._write_for_ever(), name="keiro writer")
+        self._spawn(self._watch())
 
     async def _ensure(self, upgrade: bool) -> None:
         mode: migrate.Mode = "migrate" if upgrade else "verify"
@@ -218,14 +221,16 @@ class PostgresStore:
         conn: Connection | None = None
         try:
             if not listen:
-                conn = await Connection.connect(self.url)
+                conn = await Connection.connect(self.url, connect_timeout=SILENT_S)
                 # Arrays of any length take the same plan; planning these statements costs more than running them.
                 await conn.simple(
                     f"SET plan_cache_mode = force_generic_plan; {_READ_COMMITTED};"
                     f" SET lock_timeout = {round(LOCK_LIMIT_S * 1000)}"
                 )
                 return conn
-            conn = await Connection.connect(self.url, on_notify=self._heard, on_lost=self._deaf)
+            conn = await Connection.connect(
+                self.url, on_notify=self._heard, on_lost=self._deaf, connect_timeout=SILENT_S
+            )
             await conn.simple(f"{_READ_COMMITTED}; LISTEN {CHANNEL}")
             return conn
         except BaseException as error:
@@ -306,6 +311,37 @@ class PostgresStore:
                 self.listener.woken()
                 return
             await asyncio.sleep(0.5)
+
+    async def _watch(self) -> None:
+        """Let go of connections whose server has fallen silent: stopped, or behind a network that drops everything.
+
+        Nothing else would end the wait of those who are on them. A statement that only takes its time is left alone.
+        """
+        while True:
+            await asyncio.sleep(SILENT_S / 10)
+            held = [one for one in (self._writer, self._reader, self._follower) if one is not None and not one.closed]
+            owing = [one for one in held if one.unanswered_s > SILENT_S]
+            if owing and not await self._answers():
+                for one in owing:
+                    if one.unanswered_s > SILENT_S:
+                        one.give_up(f"the server has not answered for {one.unanswered_s:.0f} s")
+
+    async def _answers(self) -> bool:
+        """Whether the server says anything, be it that it takes no more connections."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                probe = await Connection.connect(self.url, connect_timeout=SILENT_S)
+                try:
+                    await probe.execute("SELECT 1")
+                finally:
+                    await probe.close()
+        except TimeoutError:
+            return False
+        except ConnectionLost as error:
+            return "FATAL" in str(error)
+        except StatementError:
+            return True
+        return True
 
     def _spawn(self, coroutine: Any) -> None:
         task = self._loop.create_task(coroutine)

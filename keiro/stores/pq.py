@@ -137,6 +137,7 @@ class Connection:
         self._lost: str | None = None
         self._last_words: str | None = None
         self._in_call = False
+        self._asked_at = 0.0  # by the event loop's clock
         # What is under way. The waiter is the caller's future, and already done if the caller has gone.
         self._waiter: asyncio.Future[list[PGresult]] | None = None
         self._answers: list[PGresult] = []
@@ -195,6 +196,15 @@ class Connection:
     def in_transaction(self) -> bool:
         """Whether the last call left an explicit transaction open."""
         return self._lost is None and self._pgconn.transaction_status != _IDLE
+
+    @property
+    def unanswered_s(self) -> float:
+        """For how many seconds the server has owed an answer."""
+        return 0.0 if self._waiter is None else self._loop.time() - self._asked_at
+
+    def give_up(self, reason: str) -> None:
+        """Take the connection for lost: a call under way raises ConnectionLost."""
+        self._lose(reason)
 
     async def execute(self, sql: str, params: Sequence[Param] = ()) -> Result:
         """Run one statement in one round trip; outside an explicit transaction it is then committed.
@@ -327,6 +337,7 @@ class Connection:
             raise ConnectionLost(self._lost)
         waiter: asyncio.Future[list[PGresult]] = self._loop.create_future()
         self._waiter = waiter
+        self._asked_at = self._loop.time()
         try:
             send(*args)
             self._flush()

@@ -11,7 +11,7 @@ import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -620,6 +620,85 @@ async def test_an_engine_can_be_closed_while_the_server_does_not_answer(
             with pytest.raises(StoreUnavailable):
                 await waiting
     assert ("not_handed_back", "the store does not answer") in reports.seen
+
+
+class Network:
+    """Between an engine and its server; while it is `down` it accepts connections and lets nothing through."""
+
+    def __init__(self, url: str) -> None:
+        options = psycopg.conninfo.conninfo_to_dict(url)
+        self._server = str(options["host"]), int(options["port"] or 5432)
+        self._options = options
+        self.up = asyncio.Event()
+        self.up.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> str:
+        self._proxy = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._proxy.sockets[0].getsockname()[1]
+        return f"postgresql://{self._options['user']}@127.0.0.1:{port}/{self._options['dbname']}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._proxy.close()
+        self.up.set()
+        for writer in list(self._writers):
+            writer.close()
+        for writer in list(self._writers):
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        await self.up.wait()
+        far_reader, far_writer = await asyncio.open_connection(*self._server)
+        self._writers.add(far_writer)
+        await asyncio.gather(self._relay(reader, far_writer), self._relay(far_reader, writer))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                await self.up.wait()
+                writer.write(data)
+        writer.close()
+
+
+async def test_a_server_that_falls_silent_is_given_up_and_taken_up_again(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers are told in bounded time; what was under way is decided by the ids of its events, and nothing is lost."""
+    monkeypatch.setattr(postgres_store, "SILENT_S", 0.3)
+    monkeypatch.setattr(postgres_store, "RECONNECT_S", 0.1)
+    network = Network(postgres_url)
+    async with network as url, postgres_engine(url) as (engine, _, reports):
+        handles = [await engine.start(chain, 200, id=str(n)) for n in range(4)]
+        await until(lambda: acknowledged)
+        network.up.clear()
+        async with asyncio.timeout(60):
+            with pytest.raises(StoreUnavailable, match=r"has not answered for|no answer in"):
+                await engine.start(fine, id="lost")
+            with pytest.raises(StoreUnavailable, match=r"has not answered for|no answer in"):
+                await engine.runs()
+            await reports.until("store_away")
+        network.up.set()
+        assert await asyncio.gather(*(handle.result(60) for handle in handles)) == [200] * 4
+        assert await engine.execute(fine, id="lost") == "x"
+    await intact(postgres_url, 4)
+
+
+async def test_a_statement_that_takes_its_time_is_no_silence(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres_store, "SILENT_S", 0.1)
+    async with postgres_engine(postgres_url) as (engine, store, reports):
+        with psycopg.connect(postgres_url) as other:
+            await asyncio.to_thread(other.execute, "SELECT pg_advisory_xact_lock(%s)", (postgres_store.LOCK_KEY,))
+            started = asyncio.create_task(engine.start(fine, id="slow"))
+            writer = store._writer
+            assert writer is not None
+            await until(lambda: writer.unanswered_s > 0.5)
+        assert await (await started).result(60) == "x"
+        assert store._writer is writer
+        assert "store_away" not in [event for event, _ in reports.seen]
 
 
 async def test_a_lock_that_somebody_keeps_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
