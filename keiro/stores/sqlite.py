@@ -97,7 +97,7 @@ class SQLiteStore:
         self._loop = asyncio.get_running_loop()
         await self._ensure(migrate)
         self._conn = self._connect()
-        self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush))
+        self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush), self._flush)
         self._closed = False
         self._wake = WakeSocket(self._loop, self._woken, self._look_around)
         self._data_version = self._pragma("data_version")
