@@ -19,6 +19,7 @@ from keiro.errors import StoreUnavailable
 from keiro.events import WorkflowStarted
 from keiro.limits import NO_LIMITS, Limits
 from keiro.limits import Queue as Limited
+from keiro.reports import log
 from keiro.rows import Head, Run
 
 if TYPE_CHECKING:
@@ -213,6 +214,15 @@ class Store(Protocol):
 def published(decisions: Sequence[Decision]) -> tuple[list[Run], list[str]]:
     """What a listener is told of decisions that are committed."""
     return [run for one in decisions for run in one.changed], [name for one in decisions for name in one.touched]
+
+
+def tell(listener: Listener, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+    """Tell of a commit. What a listener raises undoes nothing, and must stop neither who sent a command nor the task
+    that writes: everybody would wait for ever for what they send."""
+    try:
+        listener.committed(changed, touched)
+    except Exception as error:
+        log.error("who was told of a commit raised; what was committed stays", exc_info=error)
 
 
 def refused_when_closed(loop: AbstractEventLoop) -> Future[Outcome]:

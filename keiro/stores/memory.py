@@ -59,6 +59,7 @@ from keiro.stores.base import (
     WorkerRow,
     published,
     refused_when_closed,
+    tell,
     wall_ms,
 )
 from keiro.stores.blocking import RunTables
@@ -322,7 +323,7 @@ class MemoryStore:
         self.listener.woken()
 
     def _publish(self, changed: list[Run], touched: Sequence[str] = ()) -> None:
-        self.listener.committed(changed, touched)
+        tell(self.listener, changed, touched)
         for other in list(self._db.open_stores):
             if other is not self:
                 with suppress(RuntimeError):  # its event loop ended before its engine was closed: nobody listens

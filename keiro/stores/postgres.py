@@ -8,7 +8,6 @@ UPDATE: a SELECT in the same statement would read the snapshot taken before the 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from asyncio import Future
@@ -28,6 +27,7 @@ from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.waits import ChildRow
+from keiro.reports import log
 from keiro.rows import Head, Run
 from keiro.stores import migrate
 from keiro.stores.base import (
@@ -41,6 +41,7 @@ from keiro.stores.base import (
     known_and_left,
     published,
     refused_when_closed,
+    tell,
 )
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_psycopg, join_postgres, which_database
@@ -57,7 +58,6 @@ from keiro.stores.transaction import GatedQueue, Snapshot
 
 T = TypeVar("T")
 
-log: Final = logging.getLogger("keiro")
 
 LOCK_KEY: Final = 0x6B_65_69_72_6F  # "keiro": one lock per database, taken last and held for one batch
 RECONNECT_S: Final = 5.0
@@ -349,11 +349,7 @@ class PostgresStore:
         task.add_done_callback(self._background.discard)
 
     def _published(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
-        try:
-            self.listener.committed(changed, touched)
-        except Exception as error:
-            # The writer is a task: it would end, and everybody wait for ever for what they send.
-            log.error("who was told of a commit raised; what was committed stays", exc_info=error)
+        tell(self.listener, changed, touched)
         if (changed or touched) and not self._alone:
             self._notify()
 

@@ -42,6 +42,7 @@ from keiro.stores.base import (
     known_and_left,
     published,
     refused_when_closed,
+    tell,
     wall_ms,
 )
 from keiro.stores.blocking import RunTables, SqlRunTables
@@ -175,7 +176,7 @@ class SQLiteStore:
             self._wake.peers([w.address for w in self._sql.to_workers(self._select(self._sql.text.list_workers, ()))])
 
     def _published(self, changed: Sequence[Run], touched: Sequence[str]) -> None:
-        self.listener.committed(changed, touched)
+        tell(self.listener, changed, touched)
         if changed or touched:
             self._wake.send()
 

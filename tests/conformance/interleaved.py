@@ -25,6 +25,8 @@ class Interleaved:
         self._other = other
         self.sent = False
         engine.store.submit = self.submit  # type: ignore[method-assign]
+        # The first of the two must not be committed before the second is sent.
+        engine.store._queue._at_once = None  # type: ignore[attr-defined]
 
     def submit(self, command: Command) -> Future[Outcome]:
         if self.sent or not self._when(command):
