@@ -425,7 +425,7 @@ class Driver:
                         self._version = outcome.version
                         self.wake()
                     if outcome.version - self._kept_until >= history.EVERY:
-                        self._keep_snapshot()
+                        self._keep_snapshot(outcome.version)
                     if outcome.version == self._known + len(events) and not _of_user(events):
                         self._known = outcome.version  # nobody else's event is between them
                     return outcome, at_ms
@@ -480,25 +480,24 @@ class Driver:
 
     # Snapshots
 
-    def _keep_snapshot(self) -> None:
+    def _keep_snapshot(self, recorded: int) -> None:
         if self._keeping is None:
-            self._keeping = self._loop.create_task(self._keep_snapshots(), name=f"snapshot {self.run.run_id}")
+            name = f"snapshot {self.run.run_id}"
+            self._keeping = self._loop.create_task(self._keep_snapshots(recorded), name=name)
 
-    async def _keep_snapshots(self) -> None:
-        """Keep snapshots of what has been recorded since the last one, so that a replay has less to read."""
+    async def _keep_snapshots(self, recorded: int) -> None:
+        """Keep snapshots of what has been recorded since the last one, up to the version `recorded`, so that a replay
+        has less to read."""
         run_key, store = self.run.run_key, self.host.store
         weight, self._weight = self._weight, 0
         try:
             if weight > history.MOST_BYTES:
                 self._kept_until = _NO_MORE
                 return
-            after = self._kept_until if self._kept_until > 1 else 0
-            stored = (await store.history([run_key], after))[run_key]
-            check_contiguous(self.run.run_id, stored, after=after, until=self._kept_until)
-            while len(stored) >= history.EVERY:
-                some, stored = stored[: history.EVERY], stored[history.EVERY :]
-                await store.keep_step_map(run_key, some[-1].version, history.snapshot_of(some))
-                self._kept_until = some[-1].version
+            while recorded - self._kept_until >= history.EVERY:
+                after = self._kept_until if self._kept_until > 1 else 0
+                await store.snapshot(run_key, after, after + history.EVERY)
+                self._kept_until = after + history.EVERY
                 await asyncio.sleep(0)
         except StoreError as error:
             # Only a replay would have been quicker for it.

@@ -75,6 +75,11 @@ class Codec:
             ) from error
         return cls(compressor, cipher)
 
+    @property
+    def plain(self) -> bool:
+        """Whether payloads are stored as they are."""
+        return self._cipher is None and self._compressor is None
+
     def seal(self, text: str) -> str:
         """The text to store for the JSON `text`."""
         if self._cipher is not None:

@@ -143,6 +143,9 @@ class Store(Protocol):
     async def keep_step_map(self, run_key: int, until: int, state: str) -> None:
         """Keep a snapshot of a run's history, which ends with version `until`."""
 
+    async def snapshot(self, run_key: int, after: int, until: int) -> None:
+        """Keep a snapshot of the events of a run with the versions above `after` and up to `until`."""
+
     async def drop_step_maps(self, run_key: int) -> None:
         """Delete the snapshots of a run's history."""
 

@@ -36,6 +36,7 @@ from keiro.decisions import (
 )
 from keiro.errors import InvalidCall, KeiroError
 from keiro.events import Event
+from keiro.history import snapshot_of
 from keiro.identity import RunId, parse_run_id
 from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
 from keiro.limits import Queue as Limited
@@ -456,6 +457,10 @@ class MemoryStore:
     async def keep_step_map(self, run_key: int, until: int, state: str) -> None:
         """Keep a snapshot."""
         self._db.step_maps.setdefault(run_key, {})[until] = state
+
+    async def snapshot(self, run_key: int, after: int, until: int) -> None:
+        """Keep a snapshot of a stretch of the journal."""
+        await self.keep_step_map(run_key, until, snapshot_of(self._by_run[run_key][after:until]))
 
     async def drop_step_maps(self, run_key: int) -> None:
         """Delete the snapshots."""

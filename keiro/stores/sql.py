@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from keiro.codec import Codec
 from keiro.decisions import Command, Decision, Outcome, Stored
 from keiro.errors import StoreError
+from keiro.history import snapshot_of
 from keiro.identity import run_id
 from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
 from keiro.projections.runs import claimed
@@ -109,6 +110,20 @@ class Tables:
         self.keep_step_map = (
             f"INSERT INTO {maps} (run_key, until_version, state) VALUES (?, ?, ?)"
             " ON CONFLICT (run_key, until_version) DO UPDATE SET state = excluded.state"
+        )
+        # By the database itself: reading the events here would cost a run as much as some of its steps.
+        number, quoted = ("?::bigint", "to_json({}::text)::text") if schema else ("?", "json_quote({})")
+        joined, order = ("string_agg", " ORDER BY version") if schema else ("group_concat", "")
+        place = "'[' || version || ',' || recorded_at_ms || ','"
+        step = f"CASE WHEN topic = 'StepRecorded' THEN {place} || payload || ']' END"
+        texts = f"{quoted.format('topic')} || ',' || {quoted.format('payload')}"
+        other = f"CASE WHEN topic <> 'StepRecorded' THEN {place} || {texts} || ']' END"
+        lists = " || '],[' || ".join(f"COALESCE({joined}({one}, ','{order}), '')" for one in (step, other))
+        self.snapshot = (
+            f"INSERT INTO {maps} (run_key, until_version, state) SELECT {number}, {number},"
+            f" '[' || {number} || ',' || {number} || ',[' || {lists} || ']]'"
+            f" FROM (SELECT * FROM {journal} WHERE run_key = ? AND version > ? AND version <= ? ORDER BY version) e"
+            " WHERE true ON CONFLICT (run_key, until_version) DO UPDATE SET state = excluded.state"
         )
         self.drop_step_maps = f"DELETE FROM {maps} WHERE run_key = ?"
         self.rounds = (
@@ -344,6 +359,7 @@ class Sql:
         self.remote = bool(schema)
         """Whether a statement is a round trip, so that what is needed had better be foreseen."""
         self.text = Tables(schema)
+        self.plain = codec.plain
         self.seal = self._seal = codec.seal
         self.unseal = self._open = codec.open
 
@@ -428,6 +444,15 @@ class Sql:
     def keep_step_map(self, run_key: int, until: int, state: str) -> Program[None]:
         """Keep a snapshot of a run's history."""
         yield [(self.text.keep_step_map, (run_key, until, self.seal(state)))]
+
+    def snapshot(self, run_key: int, after: int, until: int) -> Program[None]:
+        """Keep a snapshot of the events of a run behind `after` and up to `until`."""
+        if self.plain:
+            yield [(self.text.snapshot, (run_key, until, after, until, run_key, after, until))]
+            return
+        (rows,) = yield [(self.text.history, (run_key, after))]
+        stored = [self.to_stored(row) for row in rows[: until - after]]
+        yield from self.keep_step_map(run_key, until, snapshot_of(stored))
 
     def drop_step_maps(self, run_key: int) -> Program[None]:
         """Delete the snapshots of a run's history."""

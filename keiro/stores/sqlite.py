@@ -540,6 +540,10 @@ class SQLiteStore:
         """Keep a snapshot."""
         await self._locked(lambda: self._sql.keep_step_map(run_key, until, state))
 
+    async def snapshot(self, run_key: int, after: int, until: int) -> None:
+        """Keep a snapshot of a stretch of the journal."""
+        await self._locked(lambda: self._sql.snapshot(run_key, after, until))
+
     async def drop_step_maps(self, run_key: int) -> None:
         """Delete the snapshots."""
         await self._locked(lambda: self._sql.drop_step_maps(run_key))

@@ -69,8 +69,13 @@ def looks(engine: keiro.Engine) -> list[int]:
     return read
 
 
-async def test_a_long_round_goes_on_without_its_whole_journal(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_long_round_goes_on_without_its_whole_journal(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, sealed: bool
+) -> None:
     """A snapshot for every so many events; the next process reads what came after the last; the end drops them."""
+    if sealed:
+        monkeypatch.setenv("COMPRESSOR_TOPIC", "zlib")
     async with make_engine(long, strict=True) as engine:
         handle = await engine.start(long, 3 * EVERY + 5, id="a")
         await gate["entered"].wait()
@@ -144,7 +149,7 @@ async def test_what_was_retracted_failed_or_timed_is_the_same_with_snapshots(mak
 
     async with make_engine(mixed) as engine:
         handle = await engine.start(mixed, id="a")
-        await engine.complete(handle.run_id, "d", [1, {"two": None}])
+        await engine.complete(handle.run_id, "d", [1, {"two": None}, 'a"b\\c', "ü\u2028\t", "</script>"])
         await gate["entered"].wait()
         await kept(engine, handle, 1)
         run = await handle.run()
@@ -202,12 +207,12 @@ async def test_large_results_are_kept_once(make_engine: MakeEngine, monkeypatch:
 async def test_a_snapshot_that_cannot_be_written_stops_no_run(make_engine: MakeEngine) -> None:
     tried: list[int] = []
 
-    async def refused(run_key: int, until: int, state: str) -> None:
+    async def refused(run_key: int, after: int, until: int) -> None:
         tried.append(until)
         raise keiro.StoreUnavailable("the disk is full")
 
     async with make_engine(long) as engine:
-        engine.store.keep_step_map = refused  # type: ignore[method-assign]
+        engine.store.snapshot = refused  # type: ignore[method-assign]
         handle = await engine.start(long, 3 * EVERY, id="a")
         await gate["entered"].wait()
         gate["go"].set()
