@@ -502,7 +502,8 @@ class Driver:
         except StoreError as error:
             # Only a replay would have been quicker for it.
             self._kept_until = _NO_MORE
-            self.host.report("snapshot_failed", self.run.run_id, error=str(error))
+            if not self.over and not self.sealed:
+                self.host.report("snapshot_failed", self.run.run_id, error=str(error))
         finally:
             self._keeping = None
 

@@ -84,6 +84,7 @@ class Worker:
         self._wake = asyncio.Event()
         self._look = asyncio.Event()
         self._look_at = 0.0  # when the claims look again by themselves, in the store's milliseconds
+        self._due_at = 0.0  # when a clock is due next, as far as is known here
         self.claiming = 0  # how many runs a claim that is under way may bring
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
@@ -150,6 +151,7 @@ class Worker:
 
     def expect(self, due_ms: int) -> None:
         """A parked run is due then: look in time."""
+        self._due_at = min(self._due_at, due_ms)
         if due_ms < self._look_at:
             self._wake.set()
 
@@ -184,6 +186,7 @@ class Worker:
                 if not self._sealed:
                     pause = await self._claim_all()
             except Exception as error:
+                self._due_at = 0.0
                 self._trouble(error)
             self._look_at = self._store.now_ms() + pause * 1000
             with suppress(TimeoutError):
@@ -204,7 +207,10 @@ class Worker:
 
     async def _claim_all(self) -> float:
         began, key = self._store.now_ms(), self.key
-        await self._fire_all()
+        # Not at every wake: those who have something to do now need not wait for this look.
+        due_at, self._due_at = self._due_at, math.inf
+        if due_at <= began:
+            await self._fire_all()
         while self._claims and (room := min(self._employer.free_slots(), MOST_CLAIMED)) > 0:
             self.claiming = room  # kept free: what is started meanwhile waits for its turn
             try:
@@ -222,6 +228,8 @@ class Worker:
         # What was due before and is not taken waits for a free slot, or for the next incarnation: no use in asking
         # again at once.
         due = min((due for due in await self._dues(began) if due is not None and due > began), default=None)
+        if due is not None:
+            self._due_at = min(self._due_at, due)
         return SAFETY_POLL_S if due is None else min(max(due - self._store.now_ms(), 1) / 1000, SAFETY_POLL_S)
 
     async def _dues(self, began: int) -> list[int | None]:
