@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 from keiro.codec import Decoder, InputCodec, input_codec, result_decoder
 from keiro.errors import InvalidCall
 from keiro.identity import check_step_name, check_workflow_name
+from keiro.lanes import lane
 from keiro.limits import check_queue_name
 from keiro.retry import Retry
 
@@ -141,6 +142,7 @@ class Workflow:
         name: str | None = None,
         retry: Retry | None = None,
         version: str | None = None,
+        pinned: bool = False,
         patches: Sequence[str] = (),
         queue: str | None = None,
         aggregate: type[Any] | None = None,
@@ -155,6 +157,15 @@ class Workflow:
                 f"version of workflow {self.name!r} is a tag of at most 256 printable characters, not {version!r:.300}"
             )
         self.version = version
+        if not isinstance(pinned, bool):
+            raise InvalidCall(f"pinned of workflow {self.name!r} is True or False, not {pinned!r:.300}")
+        if pinned and version is None:
+            raise InvalidCall(
+                f"workflow {self.name!r} has pinned=True and no version: name the version of this code, for example "
+                '@keiro.workflow(version="1", pinned=True)'
+            )
+        self.pinned = pinned
+        self.lane = lane(self.name, version if pinned else None)
         if isinstance(patches, str) or not all(isinstance(patch, str) and patch for patch in patches):
             raise InvalidCall(f"patches of workflow {self.name!r} is a list of names, not {patches!r}")
         self.patches = tuple(patches)
@@ -179,6 +190,7 @@ def workflow(
     name: str | None = None,
     retry: Retry | None = None,
     version: str | None = None,
+    pinned: bool = False,
     patches: Sequence[str] = (),
     queue: str | None = None,
 ) -> Callable[[Callable[..., Any]], Workflow]: ...
@@ -189,19 +201,21 @@ def workflow(
     name: str | None = None,
     retry: Retry | None = None,
     version: str | None = None,
+    pinned: bool = False,
     patches: Sequence[str] = (),
     queue: str | None = None,
 ) -> Any:
     """Make an async function whose first parameter is the run into a workflow.
 
     `name` (default: the function's) is stored with every run: keep it when the function is renamed. `retry` runs the
-    body again after an exception left it (default: the run fails). `version` is a tag stored with each run.
+    body again after an exception left it (default: the run fails). `version` is a tag stored with each run
+    that this code starts; with `pinned` it drives those runs and no others of its name (default: all of its name).
     `patches` are the names that `run.patched(name)` holds for in rounds that begin from now on. `queue` is the name
     of a `keiro.Queue` whose limits its runs keep, with those of all other workflows in it (default: no limits).
     """
 
     def decorate(body: Callable[..., Any]) -> Workflow:
-        return Workflow(body, name=name, retry=retry, version=version, patches=patches, queue=queue)
+        return Workflow(body, name=name, retry=retry, version=version, pinned=pinned, patches=patches, queue=queue)
 
     return decorate if body is None else decorate(body)
 

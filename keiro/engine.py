@@ -55,6 +55,7 @@ from keiro.identity import (
     run_id,
     token_step,
 )
+from keiro.lanes import lane_in
 from keiro.limits import Queue, check_priority, limits_of
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
@@ -134,11 +135,12 @@ class Engine:
         self._concurrency = concurrency
         self._migrate = migrate if migrate is not None else not self.url.startswith("postgres")
         self._claims = worker
-        self._workflows: dict[str, Workflow] = {}
+        self._workflows: dict[str, Workflow] = {}  # by lane
+        self._newest: dict[str, Workflow] = {}  # by name: of several versions the one given last
         for one in _listed("workflows", workflows):
             self._register(workflow_of(one))
         self._limits = limits_of(
-            _listed("queues", queues), ((one.name, one.queue) for one in self._workflows.values()), claims=worker
+            _listed("queues", queues), ((one.lane, one.queue) for one in self._workflows.values()), claims=worker
         )
         self.mapper = EventMapper(self._workflows.values())
         self._read_models = ReadModels(_listed("projections", projections), self.store, self.mapper, self)
@@ -163,9 +165,20 @@ class Engine:
         self.driver_type: type[Driver] = Driver  # the testing kit drives runs with others
 
     def _register(self, workflow: Workflow) -> None:
-        other = self._workflows.setdefault(workflow.name, workflow)
-        if other is not workflow:
-            raise InvalidCall(f"two workflows are named {workflow.name!r}: give one of them another name=")
+        other = self._newest.get(workflow.name, workflow)
+        self._newest[workflow.name] = workflow
+        if self._workflows.setdefault(workflow.lane, workflow) is not workflow or not (
+            other is workflow or (other.pinned and workflow.pinned)
+        ):
+            raise InvalidCall(
+                f"two workflows are named {workflow.name!r}: give one of them another name=, or, where they are "
+                "versions of one workflow, give each its own version= and pinned=True"
+            )
+        if other is not workflow and (other.aggregate, workflow.aggregate) != (None, None):
+            # Commands and repositories know one class of a name, and would fold the events of both with it.
+            raise InvalidCall(
+                f"two versions of {workflow.name!r} are classes: run each version of a class in a process of its own"
+            )
 
     # Life
 
@@ -297,7 +310,7 @@ class Engine:
         definition = self._startable(workflow)
         after = patience(delay, "start(delay=...)")
         owned = (
-            definition.name in self._workflows
+            definition.lane in self._workflows
             and worker.leased
             and connection is None
             and not after
@@ -349,8 +362,8 @@ class Engine:
 
     def _startable(self, workflow: Any) -> Workflow:
         definition = workflow_of(workflow)
-        registered = self._workflows.get(definition.name)
-        if registered is not definition and (self._claims or registered is not None):
+        registered = self._workflows.get(definition.lane)
+        if registered is not definition and (self._claims or definition.name in self._newest):
             raise UnknownWorkflow(
                 f"workflow {definition.name!r} is not one of this engine's: pass it in Engine(..., workflows=[...])"
             )
@@ -402,7 +415,7 @@ class Engine:
     def handle(self, run_id: str) -> Handle:
         """The handle of a run by its id, whether or not it exists and whoever drives it. It follows the run through its
         rounds."""
-        return Handle(self, run_id, self._workflows.get(parse_run_id(run_id).workflow))
+        return Handle(self, run_id, self._newest.get(parse_run_id(run_id).workflow))
 
     # From outside
 
@@ -792,7 +805,7 @@ class Engine:
     def birth_owner(self, workflow: Workflow) -> int | None:
         """The worker that a new run of this workflow may be born as owned by, if it has room."""
         worker = self._worker
-        if worker is None or not worker.leased or self._workflows.get(workflow.name) is not workflow:
+        if worker is None or not worker.leased or self._workflows.get(workflow.lane) is not workflow:
             return None
         if workflow.queue is not None:
             return None  # its limits are counted where runs are claimed
@@ -845,7 +858,8 @@ class Engine:
 
     def _frees(self, run: Run) -> bool:
         """Whether a slot of a queue may have become free: of a workflow that is not ours it is not known."""
-        return run.status != Status.RUNNING and (run.workflow in self._limits or run.workflow not in self._workflows)
+        own = lane_in(self._workflows, run)
+        return run.status != Status.RUNNING and (own is None or own in self._limits)
 
     def woken(self) -> None:
         """Another process committed: look for what may concern us."""
@@ -899,7 +913,9 @@ class Engine:
         """Drive a run this engine's worker owns."""
         if self._worker is None or not self._worker.leased:
             return  # nobody would seal or await it any more; the end of the incarnation hands it back
-        driver = self.driver_type(self, self._workflows[run.workflow], run, head, history)
+        own = lane_in(self._workflows, run)
+        assert own is not None  # only such runs are claimed, or born as ours
+        driver = self.driver_type(self, self._workflows[own], run, head, history)
         if head.epoch > 1:
             self.report("run_resumed", run.run_id, steps=head.version)
         self._resident[run.run_id] = driver

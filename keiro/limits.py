@@ -13,6 +13,7 @@ import msgspec
 
 from keiro.errors import InvalidCall
 from keiro.identity import WORKFLOW_NAME
+from keiro.lanes import lane_in
 from keiro.rows import Head, Run
 
 LONGEST_S: Final = 86_400
@@ -61,7 +62,7 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 Limits = Mapping[str, Queue]
-"""The queues of workflows, by the names of the workflows; one without a queue is not among them."""
+"""The queues of workflows, by the lanes of the workflows; one without a queue is not among them."""
 NO_LIMITS: Final[Limits] = {}
 
 
@@ -111,7 +112,7 @@ def admitted(
         for run, head in candidates:
             if len(taken) == most:
                 break
-            queue = limits.get(run.workflow)
+            queue = queue_of(limits, run)
             if queue is not None:
                 of = lefts[queue.name]
                 first = begins(run)
@@ -123,8 +124,14 @@ def admitted(
     return taken
 
 
+def queue_of(limits: Limits, run: Run) -> Queue | None:
+    """The queue whose limits a run keeps."""
+    own = lane_in(limits, run)
+    return None if own is None else limits[own]
+
+
 def queues_of(limits: Limits) -> dict[str, tuple[Queue, list[str]]]:
-    """Each queue once, by its name, with the workflows in it."""
+    """Each queue once, by its name, with the lanes of the workflows in it."""
     found: dict[str, tuple[Queue, list[str]]] = {}
     for workflow, queue in limits.items():
         found.setdefault(queue.name, (queue, []))[1].append(workflow)
@@ -153,7 +160,7 @@ def check_priority(priority: Any) -> int:
 
 
 def limits_of(queues: Iterable[Any], workflows: Iterable[tuple[str, str | None]], *, claims: bool) -> dict[str, Queue]:
-    """The limits of an engine: of its `queues`, for its workflows with the names of their queues.
+    """The limits of an engine: of its `queues`, for the lanes of its workflows with the names of their queues.
 
     Raises `InvalidCall` for two different queues of one name, and where runs are to be claimed of a queue nobody
     described: they would be driven without the limits that others keep.

@@ -51,6 +51,11 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
         "runs of workflow {workflow!r} wait here, and this engine does not have it: pass it in workflows=[...], or "
         "start a worker that has it",
     ),
+    "unregistered_version": (
+        logging.WARNING,
+        "runs of workflow {workflow!r} that were started under the version {version!r} wait here, and this engine is "
+        "pinned to others: start a worker that has that version, or one that is not pinned",
+    ),
     "still_running": (logging.WARNING, "{runs} bodies refuse to be cancelled; nothing of theirs is recorded any more"),
     "not_handed_back": (logging.WARNING, "runs could not be handed back, their lease ends by itself: {error}"),
     "snapshot_failed": (

@@ -22,6 +22,7 @@ from keiro import history
 from keiro.decisions import Appended, Fire
 from keiro.errors import StoreError
 from keiro.history import History, load
+from keiro.lanes import pinned, split
 from keiro.limits import NO_LIMITS, Limits, queues_of
 from keiro.rows import Head, Run
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, RENEW_MS, SAFETY_POLL_S, SEAL_MS, Incarnation, Store, WorkerRow
@@ -263,13 +264,18 @@ class Worker:
             raise
 
     async def report_unregistered(self) -> None:
-        """Report, once each, workflows that have pending or due runs and are not registered here."""
+        """Report, once each, workflows that have pending or due runs and are not registered here, and versions of
+        pinned ones."""
         if not self._claims:
             return
         for name in await self._store.unregistered(self._workflows):
             if name not in self._reported:
                 self._reported.add(name)
-                self._employer.report("unregistered_workflow", "", workflow=name)
+                workflow, version = split(name)
+                if version is None and workflow not in pinned(self._workflows):
+                    self._employer.report("unregistered_workflow", "", workflow=name)
+                else:
+                    self._employer.report("unregistered_version", "", workflow=workflow, version=version)
 
     # The lease
 

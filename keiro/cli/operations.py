@@ -137,7 +137,7 @@ async def work(url: str, modules: Sequence[str], concurrency: int) -> None:
     for module in modules:
         _, found = load_module(module)
         for workflow in found:
-            workflows.setdefault(workflow.name, workflow)
+            workflows.setdefault(workflow.lane, workflow)
     if not workflows:
         raise InvalidCall(
             f"{', '.join(modules)}: there is no workflow in it. A worker drives the workflows of its modules"

@@ -38,7 +38,8 @@ from keiro.errors import InvalidCall, KeiroError
 from keiro.events import Event
 from keiro.history import snapshot_of
 from keiro.identity import RunId, parse_run_id
-from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
+from keiro.lanes import lane, lane_in, pinned
+from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queue_of, queues_of
 from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
@@ -140,7 +141,8 @@ class Database:
         pending = [
             run
             for run in self.pending_runs()
-            if run.workflow in workflows and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
+            if lane_in(workflows, run) is not None
+            and (run.next_attempt_at_ms is None or run.next_attempt_at_ms <= now_ms)
         ]
         pending.sort(key=lambda run: (run.priority, run.run_key))
         heads = self.heads
@@ -171,7 +173,7 @@ class Database:
         waits = [
             (run.wake_at_ms or 0, key, run)
             for key in self.due
-            if (run := self.runs[self.ids[key]]).workflow in workflows and (run.wake_at_ms or 0) <= now_ms
+            if lane_in(workflows, run := self.runs[self.ids[key]]) is not None and (run.wake_at_ms or 0) <= now_ms
         ]
         return [run for _, _, run in sorted(waits, key=itemgetter(0, 1))]
 
@@ -514,7 +516,7 @@ class MemoryStore:
             }
             for run in db.claimable(now, workflows, limit, limits, lefts):
                 db.held.pop(run.run_key, None)
-                if (queue := limits.get(run.workflow)) is not None:
+                if (queue := queue_of(limits, run)) is not None:
                     db.held[run.run_key] = queue.name
                     if begins(run):
                         starts = db.starts.setdefault(queue.name, {})
@@ -545,18 +547,26 @@ class MemoryStore:
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
         with self._db.lock:
-            paced = [run for run in self._db.pending_runs() if run.workflow in workflows]
-            parked = [run for key in self._db.due if (run := self._runs[self._db.ids[key]]).workflow in workflows]
+            paced = [run for run in self._db.pending_runs() if lane_in(workflows, run) is not None]
+            due = [self._runs[self._db.ids[key]] for key in self._db.due]
+            parked = [run for run in due if lane_in(workflows, run) is not None]
             dues = [run.next_attempt_at_ms for run in paced] + [run.wake_at_ms for run in parked]
             return min((due for due in dues if due is not None), default=None)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with runs to be driven that are not among these."""
+        """Lanes with runs to be driven that are not among these."""
         with self._db.lock:
             now = self.now_ms()
             pending = [run for run in self._db.pending_runs() if (run.next_attempt_at_ms or 0) <= now]
             parked = [run for key in self._db.due if ((run := self._runs[self._db.ids[key]]).wake_at_ms or 0) <= now]
-            return sorted({run.workflow for run in (*pending, *parked) if run.workflow not in workflows})
+            names = pinned(workflows)
+            return sorted(
+                {
+                    lane(run.workflow, run.version_tag if run.workflow in names else None)
+                    for run in (*pending, *parked)
+                    if lane_in(workflows, run) is None
+                }
+            )
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

@@ -902,9 +902,10 @@ class PostgresStore:
         return None if found is None else int(found)
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with runs to be driven that are not among these."""
-        rows = await self._select(*self._sql.unregistered(workflows, self.now_ms()))
-        return sorted(row[0] for row in rows)
+        """Lanes with runs to be driven that are not among these."""
+        now = self.now_ms()
+        rows = await self._select(*self._sql.unregistered(workflows, now))
+        return self._sql.to_unregistered(rows, workflows, await self._select(*self._sql.versions(workflows, now)))
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

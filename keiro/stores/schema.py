@@ -139,6 +139,30 @@ runs: Final = Table(
         "wake_at_ms",
         where="status = 'suspended' AND wake_at_ms IS NOT NULL",
     ),
+    # Of runs with a version, once more for each version: what a pinned workflow asks for. Others are in none of them.
+    _partial(
+        "keiro_runs_pending_version_idx",
+        "workflow",
+        "version_tag",
+        "priority",
+        "created_at_ms",
+        "run_key",
+        where="status = 'pending' AND next_attempt_at_ms IS NULL AND version_tag IS NOT NULL",
+    ),
+    _partial(
+        "keiro_runs_paced_version_idx",
+        "workflow",
+        "version_tag",
+        "next_attempt_at_ms",
+        where="status = 'pending' AND next_attempt_at_ms IS NOT NULL AND version_tag IS NOT NULL",
+    ),
+    _partial(
+        "keiro_runs_wake_version_idx",
+        "workflow",
+        "version_tag",
+        "wake_at_ms",
+        where="status = 'suspended' AND wake_at_ms IS NOT NULL AND version_tag IS NOT NULL",
+    ),
     _partial(
         "keiro_runs_finished_idx",
         "finished_at_ms",

@@ -16,7 +16,8 @@ from keiro.decisions import Command, Decision, Outcome, Stored
 from keiro.errors import StoreError
 from keiro.history import snapshot_of
 from keiro.identity import run_id
-from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queues_of
+from keiro.lanes import lane, pinned, split
+from keiro.limits import LONGEST_S, NO_LIMITS, Left, Limits, Use, admitted, begins, left, queue_of, queues_of
 from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
@@ -199,20 +200,21 @@ class Tables:
 
         # Each of a workflow's three queues has an index of its own, in its order. A query of several workflows, or of
         # several queues, would be given a plan that reads the table as soon as much of it seems to match.
-        def queue(condition: str, order: str) -> str:
+        def queue(condition: str, order: str, shown: str = "SELECT {}priority, {}run_key") -> str:
             return (
-                f"SELECT priority, run_key FROM (SELECT r.priority, r.run_key FROM {runs} r"
+                f"{shown.replace('{}', '')} FROM ({shown.replace('DISTINCT ', '').replace('{}', 'r.')} FROM {runs} r"
                 f" WHERE r.workflow = ? AND {condition} ORDER BY {order}"
                 f" LIMIT {MOST_CLAIMED}) {'' if schema == '' else 'AS '}q"
             )
 
-        self.ready = queue(
+        queues = (
             # By an order that no other index has: by its key alone a plan might go through the whole table in order.
-            "r.status = 'pending' AND r.next_attempt_at_ms IS NULL",
-            "r.priority, r.created_at_ms, r.run_key",
+            ("r.status = 'pending' AND r.next_attempt_at_ms IS NULL", "r.priority, r.created_at_ms, r.run_key"),
+            ("r.status = 'pending' AND r.next_attempt_at_ms <= ?", "r.next_attempt_at_ms"),
+            ("r.status = 'suspended' AND r.wake_at_ms <= ?", "r.wake_at_ms"),
         )
-        self.paced = queue("r.status = 'pending' AND r.next_attempt_at_ms <= ?", "r.next_attempt_at_ms")
-        self.parked = queue("r.status = 'suspended' AND r.wake_at_ms <= ?", "r.wake_at_ms")
+        self.ready, self.paced, self.parked = (queue(*of) for of in queues)
+        self.versions = tuple(queue(*of, "SELECT DISTINCT {}workflow, {}version_tag") for of in queues)
         self.due = (
             f"SELECT * FROM (SELECT r.run_id, h.version, r.wake_at_ms FROM {runs} r JOIN {heads} h"
             " ON h.run_key = r.run_key WHERE r.workflow = ? AND r.status = 'suspended' AND r.wake_at_ms <= ?"
@@ -515,7 +517,8 @@ class Sql:
         writes: list[Statement] = [(_many(text.claim_run, "keys", len(keys)), (now, *keys))]
         of_queues: dict[str | None, list[Run]] = {}
         for run, _ in taken:
-            of_queues.setdefault(limits[run.workflow].name if run.workflow in limits else None, []).append(run)
+            kept = queue_of(limits, run)
+            of_queues.setdefault(None if kept is None else kept.name, []).append(run)
         for queue, runs in of_queues.items():
             writes.append(
                 (_many(text.claim_head, "keys", len(runs)), (worker_key, queue, *(run.run_key for run in runs)))
@@ -591,39 +594,35 @@ class Sql:
     ) -> Statement:
         """The pending runs that may be driven now, by priority and age; at most `most`. With `begun` those of
         `MOST_CLAIMED` that were driven before."""
-        queues = " UNION ALL ".join([self.text.ready, self.text.paced] * len(workflows))
-        values = [value for name in workflows for value in (name, name, now)]
+        queues, values = _looks(workflows, (self.text.ready,), (self.text.paced, now))
         found = self.text.found_begun if begun else self.text.found
         return found.replace("{most}", str(most)).replace("{queues}", queues), values
 
     def parked(self, workflows: Sequence[str], now: int, most: int = MOST_CLAIMED) -> Statement:
         """The parked runs whose time has come; at most `most`."""
-        queues = " UNION ALL ".join([self.text.parked] * len(workflows))
-        values = [value for name in workflows for value in (name, now)]
+        queues, values = _looks(workflows, (self.text.parked, now))
         return self.text.found.replace("{most}", str(most)).replace("{queues}", queues), values
 
     def any_claimable(self, workflows: Sequence[str], now: int) -> Statement:
         """Whether there is anything to claim, without a lock."""
         if not workflows:
             return "SELECT 1 WHERE 1 = 0", ()
-        queues = " UNION ALL ".join([self.text.ready, self.text.paced, self.text.parked] * len(workflows))
-        values = [value for name in workflows for value in (name, name, now, name, now)]
+        queues, values = _looks(workflows, (self.text.ready,), (self.text.paced, now), (self.text.parked, now))
         return f"SELECT 1 FROM ({queues}) a LIMIT 1", values
 
     def due(self, workflows: Sequence[str], now: int) -> Statement:
         """The parked runs whose time has come, the longest due first; at most `MOST_WRITTEN`."""
         if not workflows:
             return "SELECT 1 WHERE 1 = 0", ()
-        queues = " UNION ALL ".join([self.text.due] * len(workflows))
-        values = [value for name in workflows for value in (name, now)]
+        queues, values = _looks(workflows, (self.text.due, now))
         return f"SELECT run_id, version FROM ({queues}) a ORDER BY wake_at_ms LIMIT {MOST_WRITTEN}", values
 
     def next_due(self, workflows: Sequence[str]) -> Statement:
         """When the next paced or parked run is due."""
         if not workflows:
             return "SELECT NULL", ()
-        dues = " UNION ALL ".join([self.text.next_paced, self.text.next_parked] * len(workflows))
-        return f"SELECT min(due) FROM ({dues}) dues", [name for name in workflows for _ in range(2)]
+        dues, values = _looks(workflows, (self.text.next_paced,), (self.text.next_parked,))
+        return f"SELECT min(due) FROM ({dues}) dues", values
 
     def list_runs(self, status: str | None, workflow: str | None, before: int | None, limit: int) -> Statement:
         """A page of runs."""
@@ -647,12 +646,42 @@ class Sql:
 
     def unregistered(self, workflows: Sequence[str], now_ms: int) -> Statement:
         """Names of other workflows with runs to be driven."""
-        names = tuple(workflows or ("",))
+        names = tuple(dict.fromkeys(split(lane)[0] for lane in workflows)) or ("",)
         return _many(self.text.unregistered, "names", len(names)), (*names, *names, now_ms, *names, now_ms)
+
+    def versions(self, workflows: Sequence[str], now_ms: int) -> Statement:
+        """The versions at the front of the queues of pinned workflows. What nobody takes stays at the front, so that
+        what is stuck is seen there once what moves has gone; the whole of a long queue is never read."""
+        if not (names := pinned(workflows)):
+            return "SELECT 1 WHERE 1 = 0", ()
+        ready, paced, parked = self.text.versions
+        return _looks(names, (ready,), (paced, now_ms), (parked, now_ms))
+
+    def to_unregistered(self, names: Sequence[Row], workflows: Sequence[str], versions: Sequence[Row]) -> list[str]:
+        """The rows of `unregistered` and of `versions` as lanes that are not among those of `workflows`."""
+        lanes = {lane(name, version) for name, version in versions}
+        return sorted({row[0] for row in names} | lanes.difference(workflows))
 
     def named(self, sql: str, names: Sequence[Any]) -> Statement:
         """A statement over a list of names."""
         return _many(sql, "names", len(names)), tuple(names)
+
+
+def _looks(lanes: Sequence[str], *queues: tuple[Any, ...]) -> Statement:
+    """Each of these queries, a text and the values after its first, for each lane. Of a pinned workflow the version is
+    part of what is looked up, with indexes of its own: a queue of other versions, however long, is not read."""
+    parts: list[str] = []
+    values: list[Any] = []
+    for one in lanes:
+        workflow, version = split(one)
+        for text, *more in queues:
+            if version is None:
+                parts.append(text)
+                values += [workflow, *more]
+            else:
+                parts.append(text.replace("r.workflow = ?", "r.workflow = ? AND r.version_tag = ?", 1))
+                values += [workflow, version, *more]
+    return " UNION ALL ".join(parts), values
 
 
 def unlimited(workflows: Sequence[str], limits: Limits) -> list[str]:

@@ -615,8 +615,10 @@ class SQLiteStore:
         return found
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
-        """Workflows with runs to be driven that are not among these."""
-        return sorted(row[0] for row in self._select(*self._sql.unregistered(workflows, self.now_ms())))
+        """Lanes with runs to be driven that are not among these."""
+        now = self.now_ms()
+        rows = self._select(*self._sql.unregistered(workflows, now))
+        return self._sql.to_unregistered(rows, workflows, self._select(*self._sql.versions(workflows, now)))
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

@@ -14,6 +14,7 @@ from keiro.definition import patience
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.events import ms_of, time_of
+from keiro.lanes import lane_in
 from keiro.limits import begins, queues_of
 from keiro.rows import Status
 from keiro.stores.base import wall_ms
@@ -118,10 +119,11 @@ class SkippingClock:
         before = None
         while pending := await engine.store.runs(status=Status.PENDING, before=before, limit=PAGE):
             for run in pending:
-                if run.workflow in engine._workflows and (run.next_attempt_at_ms or 0) <= self._now:
-                    if run.workflow not in shut or not begins(run):
+                own = lane_in(engine._workflows, run)
+                if own is not None and (run.next_attempt_at_ms or 0) <= self._now:
+                    if own not in shut or not begins(run):
                         return None
-                    dues.append(shut[run.workflow])
+                    dues.append(shut[own])
             before = pending[-1].run_key
         worker = engine._worker
         if worker is None or worker.claiming or engine._births or (due is not None and due <= self._now):

@@ -94,6 +94,14 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         " WHERE status = 'pending' AND next_attempt_at_ms IS NOT NULL",
         f"CREATE INDEX keiro_runs_wake_idx ON {runs} (workflow, wake_at_ms)"
         " WHERE status = 'suspended' AND wake_at_ms IS NOT NULL",
+        # The same by version, of runs that have one: a pinned workflow's queue is its version's alone.
+        f"CREATE INDEX keiro_runs_pending_version_idx ON {runs}"
+        " (workflow, version_tag, priority, created_at_ms, run_key)"
+        " WHERE status = 'pending' AND next_attempt_at_ms IS NULL AND version_tag IS NOT NULL",
+        f"CREATE INDEX keiro_runs_paced_version_idx ON {runs} (workflow, version_tag, next_attempt_at_ms)"
+        " WHERE status = 'pending' AND next_attempt_at_ms IS NOT NULL AND version_tag IS NOT NULL",
+        f"CREATE INDEX keiro_runs_wake_version_idx ON {runs} (workflow, version_tag, wake_at_ms)"
+        " WHERE status = 'suspended' AND wake_at_ms IS NOT NULL AND version_tag IS NOT NULL",
         # What has ended, in the order of ends: retention begins with the oldest and looks at nothing that is younger.
         f"CREATE INDEX keiro_runs_finished_idx ON {runs} (finished_at_ms, run_key)"
         " WHERE finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",

@@ -125,9 +125,12 @@ keiro_run_heads_queue_idx keiro_run_heads(queue,owner) where queue is not null a
 keiro_runs_finished_idx keiro_runs(finished_at_ms,run_key) where finished_at_ms is not null and handoff_run_id is null
 keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
 keiro_runs_paced_idx keiro_runs(workflow,next_attempt_at_ms) where status = 'pending' and next_attempt_at_ms is not null
+keiro_runs_paced_version_idx keiro_runs(workflow,version_tag,next_attempt_at_ms) where status = 'pending' and next_attempt_at_ms is not null and version_tag is not null
 keiro_runs_parent_idx keiro_runs(parent_run_id) where parent_run_id is not null
 keiro_runs_pending_idx keiro_runs(workflow,priority,created_at_ms,run_key) where status = 'pending' and next_attempt_at_ms is null
+keiro_runs_pending_version_idx keiro_runs(workflow,version_tag,priority,created_at_ms,run_key) where status = 'pending' and next_attempt_at_ms is null and version_tag is not null
 keiro_runs_wake_idx keiro_runs(workflow,wake_at_ms) where status = 'suspended' and wake_at_ms is not null
+keiro_runs_wake_version_idx keiro_runs(workflow,version_tag,wake_at_ms) where status = 'suspended' and wake_at_ms is not null and version_tag is not null
 keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
 keiro_workflow_children_parent_idx keiro_workflow_children(parent_id,parent_name)
 keiro_workflow_children_running_idx keiro_workflow_children(status) where status = 'running'
