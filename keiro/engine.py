@@ -103,6 +103,7 @@ class Engine:
     commits, a crash of the process takes none. `strict=True` makes a replay raise `NonDeterminism` when a step is
     called with other inputs than it was recorded with. `concurrency` is how many runs may be resident at once.
     `queues` describe the limits of the workflows that have a `queue`; this engine keeps them whenever it claims.
+    Several versions of one workflow may be given if each is pinned to its `version`.
 
     `projections` are read models of your own, classes or instances of `keiro.Projection`. Their tables are created
     where the schema is migrated, else they must be there.
@@ -802,6 +803,11 @@ class Engine:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
+    def _definition_of(self, run: Run, known: Workflow | None) -> Workflow | None:
+        """The code of a run's own version if it is here: a start may have found a run of another one."""
+        own = lane_in(self._workflows, run)
+        return known if own is None else self._workflows[own]
+
     def birth_owner(self, workflow: Workflow) -> int | None:
         """The worker that a new run of this workflow may be born as owned by, if it has room."""
         worker = self._worker
@@ -1021,7 +1027,8 @@ class Handle:
         if run.status == Status.COMPLETED:
             assert run.result_json is not None
             raw = run.result_json.encode()
-            return msgspec.json.decode(raw) if self._workflow is None else self._workflow.decode_result(raw)
+            workflow = self._engine._definition_of(run, self._workflow)
+            return msgspec.json.decode(raw) if workflow is None else workflow.decode_result(raw)
         if run.status == Status.CANCELLED:
             raise errors.WorkflowCancelled(f"{self.run_id} was cancelled")
         assert run.failure_json is not None

@@ -95,6 +95,7 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         name: str | None = None,
         retry: Retry | None = None,
         version: str | None = None,
+        pinned: bool = False,
         patches: Sequence[str] = (),
         queue: str | None = None,
         **kwargs: Any,
@@ -119,7 +120,14 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         cls._keiro_workflow = None
         if not getattr(body, "__isabstractmethod__", False):
             cls._keiro_workflow = Workflow(
-                body, name=label, retry=retry, version=version, patches=patches, queue=queue, aggregate=cls
+                body,
+                name=label,
+                retry=retry,
+                version=version,
+                pinned=pinned,
+                patches=patches,
+                queue=queue,
+                aggregate=cls,
             )
             aggregates[label] = cls
 

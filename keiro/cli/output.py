@@ -117,6 +117,11 @@ def runs(found: list[Run], as_json: bool) -> None:
         note("no runs")
     else:
         shown = [(r.status, _time(r.created_at_ms), _took(r.created_at_ms, r.finished_at_ms), r.run_id) for r in found]
+        if any(r.version_tag is not None for r in found):
+            # What is pending for long may wait for a worker of its version.
+            tagged = [(*row[:3], r.version_tag or "", row[3]) for row, r in zip(shown, found, strict=True)]
+            lines(_table(("status", "created", "took", "version", "run"), tagged, right=("took",)))
+            return
         lines(_table(("status", "created", "took", "run"), shown, right=("took",)))
 
 
@@ -132,6 +137,8 @@ def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
     elif found.next_attempt_at_ms is not None:
         times += f", attempt {found.attempts + 1} at {_time(found.next_attempt_at_ms)}"
     rows: list[str | Text] = [head, times]
+    if found.version_tag is not None:
+        rows.append(f"version {found.version_tag}")
     if found.waiting_reason is not None:
         until = "" if found.wake_at_ms is None else f", until {_time(found.wake_at_ms)} at the latest"
         rows.append(f"waits for {found.waiting_reason} {found.waiting_token}{until}")

@@ -168,8 +168,8 @@ class Store(Protocol):
     async def claim(
         self, worker_key: int, workflows: Sequence[str], limit: int, limits: Limits = NO_LIMITS
     ) -> list[tuple[Run, Head]]:
-        """Take pending (and due) runs of these workflows (here and below given as lanes, see `keiro.lanes`), by priority, then oldest first. They are running and owned on
-        return. What `limits` let through is counted, and what is taken of it is written, in the same transaction."""
+        """Take pending (and due) runs of these workflows, by priority, then oldest first. They are running and owned on
+        return. Here and below workflows are given as lanes: see `keiro.lanes`. What `limits` let through is counted, and what is taken of it is written, in the same transaction."""
 
     async def opens_ms(self, queue: Limited, at_ms: int) -> int | None:
         """When the rate of a queue lets a run begin again, if it was used up at `at_ms`."""
@@ -183,8 +183,8 @@ class Store(Protocol):
 
     async def unregistered(self, workflows: Sequence[str]) -> list[str]:
         """Names of workflows that are not among the given ones and have runs to be driven: pending and, if they are
-        paced, due, or parked and due. Of workflows that are pinned, the lanes that are not among the given ones and have
-        such runs at the front of the queue; the bare name for runs without a version."""
+        paced, due, or parked and due. Of those that are pinned here, the lanes that are not among the given ones and
+        have such runs at the front of a queue; the bare name stands for runs without a version."""
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back: they are pending again. Only those the worker still owns."""
