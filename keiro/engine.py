@@ -365,8 +365,9 @@ class Engine:
         definition = workflow_of(workflow)
         registered = self._workflows.get(definition.lane)
         if registered is not definition and (self._claims or definition.name in self._newest):
+            of = f"version {definition.version!r} of " if definition.pinned else ""
             raise UnknownWorkflow(
-                f"workflow {definition.name!r} is not one of this engine's: pass it in Engine(..., workflows=[...])"
+                f"{of}workflow {definition.name!r} is not one of this engine's: pass it in Engine(..., workflows=[...])"
             )
         return definition
 

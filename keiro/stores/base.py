@@ -169,7 +169,10 @@ class Store(Protocol):
         self, worker_key: int, workflows: Sequence[str], limit: int, limits: Limits = NO_LIMITS
     ) -> list[tuple[Run, Head]]:
         """Take pending (and due) runs of these workflows, by priority, then oldest first. They are running and owned on
-        return. Here and below workflows are given as lanes: see `keiro.lanes`. What `limits` let through is counted, and what is taken of it is written, in the same transaction."""
+        return. What `limits` let through is counted, and what is taken of it is written, in the same transaction.
+
+        Here and in what follows workflows are given as lanes: see `keiro.lanes`.
+        """
 
     async def opens_ms(self, queue: Limited, at_ms: int) -> int | None:
         """When the rate of a queue lets a run begin again, if it was used up at `at_ms`."""
