@@ -58,6 +58,11 @@ from keiro.stores.base import Incarnation, Store
 KEYS = ("a", "b", "ключ")
 STEPS = ("one", "two", "three")
 WORKFLOWS = ("alpha", "beta")
+VERSIONS = (None, "1")
+# Of each workflow nothing, all, or what one version started.
+LANES = st.tuples(
+    *(st.sampled_from(([], [name], [f"{name}@1"], [f"{name}@1", f"{name}@2"])) for name in WORKFLOWS)
+).map(lambda lanes: [one for some in lanes for one in some])
 FAILURE = capture(ValueError("no"))
 FROM_OUTSIDE = (
     "collect",
@@ -234,10 +239,10 @@ class Lockstep(RuleBasedStateMachine):
     def adopt_orphans(self) -> None:
         self.everywhere(lambda world: world.store.adopt_orphans())
 
-    @rule(n=st.integers(0, 5), names=st.sets(st.sampled_from(WORKFLOWS)), limit=st.integers(1, 3))
-    def claim(self, n: int, names: set[str], limit: int) -> None:
+    @rule(n=st.integers(0, 5), lanes=LANES, limit=st.integers(1, 3))
+    def claim(self, n: int, lanes: list[str], limit: int) -> None:
         async def act(world: World) -> Any:
-            taken = await world.store.claim(world.workers[n % len(world.workers)], sorted(names), limit)
+            taken = await world.store.claim(world.workers[n % len(world.workers)], lanes, limit)
             return [(replace(run, run_key=0), head.version, head.epoch) for run, head in taken]
 
         self.everywhere(act)
@@ -251,10 +256,9 @@ class Lockstep(RuleBasedStateMachine):
 
         self.everywhere(act)
 
-    @rule(names=st.sets(st.sampled_from(WORKFLOWS)))
-    def look(self, names: set[str]) -> None:
+    @rule(wanted=LANES)
+    def look(self, wanted: list[str]) -> None:
         async def act(world: World) -> Any:
-            wanted = sorted(names)
             due = [tuple(one) for one in await world.store.due(wanted)]
             return due, await world.store.next_due_ms(wanted), await world.store.unregistered(wanted)
 
@@ -302,7 +306,15 @@ class Lockstep(RuleBasedStateMachine):
 
         def make(world: World, known: Known) -> list[Command]:
             return [
-                born(workflow, key, n, event_id, self.now, None if owner is None else world.workers[owner])
+                born(
+                    workflow,
+                    key,
+                    n,
+                    event_id,
+                    self.now,
+                    None if owner is None else world.workers[owner],
+                    version=VERSIONS[n],
+                )
                 for (workflow, key, n, owner), event_id in zip(births, ids, strict=True)
             ]
 
