@@ -74,7 +74,7 @@ class _ToStandardError(logging.Handler):
         told: dict[str, object] = getattr(record, "keiro", {})
         # The command ends with how its run failed or what was mended, and it is no worker that ought to have every
         # workflow.
-        if told.get("event") not in ("run_failed", "unregistered_workflow", "unregistered_version", "run_mended"):
+        if told.get("event") not in ("run_failed", "unregistered_workflow", "run_mended"):
             output.note(f"{record.levelname.lower()}: {self.format(record)}")
 
 
