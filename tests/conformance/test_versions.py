@@ -145,7 +145,7 @@ async def test_a_parent_waits_for_a_child_that_only_another_worker_may_drive(mak
         handle = await client.start(parent, id="p")
     # `first` is not among this worker's: it knows the code to spawn, and is pinned to another version.
     async with make_engine(parent, second) as one, make_engine(first) as other:
-        assert await one.handle(handle.run_id).result() == "first 1 1"
+        assert await one.handle(handle.run_id).result(timeout=20) == "first 1 1"
         assert (await other.handle("wf:fulfil-c").run()).version_tag == "1"
 
 
