@@ -650,12 +650,10 @@ class Sql:
         return _many(self.text.unregistered, "names", len(names)), (*names, *names, now_ms, *names, now_ms)
 
     def versions(self, workflows: Sequence[str], now_ms: int) -> Statement:
-        """The versions at the front of the queues of pinned workflows. What nobody takes stays at the front, so that
+        """The versions at the front of the queues of the pinned workflows, one at least. What nobody takes stays at the front, so that
         what is stuck is seen there once what moves has gone; the whole of a long queue is never read."""
-        if not (names := pinned(workflows)):
-            return "SELECT 1 WHERE 1 = 0", ()
         ready, paced, parked = self.text.versions
-        return _looks(names, (ready,), (paced, now_ms), (parked, now_ms))
+        return _looks(pinned(workflows), (ready,), (paced, now_ms), (parked, now_ms))
 
     def to_unregistered(self, names: Sequence[Row], workflows: Sequence[str], versions: Sequence[Row]) -> list[str]:
         """The rows of `unregistered` and of `versions` as lanes that are not among those of `workflows`."""

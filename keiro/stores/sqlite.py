@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from keiro.codec import Codec
 from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
 from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreError, StoreUnavailable
+from keiro.lanes import pinned
 from keiro.limits import NO_LIMITS, Limits, let_through
 from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
@@ -618,7 +619,8 @@ class SQLiteStore:
         """Lanes with runs to be driven that are not among these."""
         now = self.now_ms()
         rows = self._select(*self._sql.unregistered(workflows, now))
-        return self._sql.to_unregistered(rows, workflows, self._select(*self._sql.versions(workflows, now)))
+        versions = self._select(*self._sql.versions(workflows, now)) if pinned(workflows) else []
+        return self._sql.to_unregistered(rows, workflows, versions)
 
     async def release(self, worker_key: int, run_keys: Sequence[int]) -> None:
         """Hand runs back."""

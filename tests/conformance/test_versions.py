@@ -16,6 +16,7 @@ import pytest
 
 import keiro
 from keiro.stores.base import SAFETY_POLL_S
+from keiro.testing import SkippingClock
 from tests.conformance.test_discovery import sent_to, whole_tables
 from tests.conformance.test_ownership import own_row, worker_of
 from tests.conformance.test_steps import calls, note
@@ -193,6 +194,17 @@ async def test_no_clock_of_another_version_is_fired_or_waited_for(
         assert await engine.handle(handle.run_id).run() == waiting
     async with make_engine(old) as engine:
         assert await engine.handle(handle.run_id).result() == f"{how} 1"
+
+
+async def test_time_that_skips_does_not_stop_at_runs_of_another_version(make_engine: MakeEngine) -> None:
+    old, new = sleeper("1", seconds=3600), sleeper("2", seconds=3600)
+    async with make_engine(worker=False) as client:
+        await client.start(old, "parked", id="old")
+    async with make_engine(new) as engine:
+        SkippingClock(engine)
+        handle = await engine.start(new, "parked", id="new")
+        assert await handle.result(timeout=20) == "parked 2"
+        assert await engine.handle("wf:sleeper-old").status() == "pending"
 
 
 async def test_runs_of_a_dead_worker_wait_for_their_version(make_engine: MakeEngine) -> None:
