@@ -650,8 +650,9 @@ class Sql:
         return _many(self.text.unregistered, "names", len(names)), (*names, *names, now_ms, *names, now_ms)
 
     def versions(self, workflows: Sequence[str], now_ms: int) -> Statement:
-        """The versions at the front of the queues of the pinned workflows, one at least. What nobody takes stays at the front, so that
-        what is stuck is seen there once what moves has gone; the whole of a long queue is never read."""
+        """The versions at the front of the queues of the pinned workflows, one at least. What nobody takes stays at
+        the front, so that what is stuck is seen there once what moves has gone; the whole of a long queue is never
+        read."""
         ready, paced, parked = self.text.versions
         return _looks(pinned(workflows), (ready,), (paced, now_ms), (parked, now_ms))
 

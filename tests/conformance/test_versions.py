@@ -196,6 +196,7 @@ async def test_no_clock_of_another_version_is_fired_or_waited_for(
         assert await engine.handle(handle.run_id).result() == f"{how} 1"
 
 
+@pytest.mark.parametrize("store_url", ["memory", "sqlite"], indirect=True)
 async def test_time_that_skips_does_not_stop_at_runs_of_another_version(make_engine: MakeEngine) -> None:
     old, new = sleeper("1", seconds=3600), sleeper("2", seconds=3600)
     async with make_engine(worker=False) as client:
