@@ -159,6 +159,7 @@ class Driver:
         "_catching",
         "_clocks",
         "_consumed",
+        "_handoff",
         "_history",
         "_ids",
         "_in_flight",
@@ -223,6 +224,7 @@ class Driver:
         self._instance: WorkflowRun
         self._recording = 0
         self._raced = 0  # the version of the last race that was replayed without its losers
+        self._handoff: ContinueAsNew | None = None  # once the body has asked for the next round
         self._patches = workflow.patches  # those of the round's beginning, where it is not read: it began here
         self.parking: Future[None] | None = None  # while it is being decided whether the run leaves this process
         # What most runs never need is made when it is first needed.
@@ -255,6 +257,10 @@ class Driver:
             result = await self.workflow.body(instance, *args, **kwargs)
             if self.sealed:
                 return  # the body swallowed the seal and went on to its end: whatever it returned is not the run's
+            if self._handoff is not None:
+                # It swallowed the end of its round, which holds all the same: nothing it did since is recorded.
+                self.host.report("handoff_swallowed", self.run.run_id)
+                raise self._handoff
             self._check_replayed()
             payload = codec.encode(
                 result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit
@@ -262,12 +268,10 @@ class Driver:
             # A result that nobody could read would make the run completed, and every look at it an error.
             self.workflow.decode_result(payload)
             event: Event | ContinueAsNew = WorkflowCompleted(result=Raw(payload))
-        except RunSealed:
-            return
-        except ContinueAsNew as handoff:
-            if self.sealed:
+        except (RunSealed, ContinueAsNew):
+            if self.sealed or self._handoff is None:
                 return
-            event = handoff
+            event = self._handoff
         except asyncio.CancelledError as error:
             # Cancelled from outside (shutdown, the loop's end): the run is handed back, it has not failed. Without a
             # request to cancel this task, the body awaited something that was cancelled: that is its own failure.
@@ -279,7 +283,7 @@ class Driver:
             raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
         except BaseException as error:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
-            event = _handoff_in(error) or self._failed(error)
+            event = self._failed(error) if self._handoff is None or not _is_handoff(error) else self._handoff
         finally:
             # From here on no task that the body has left behind begins an effect, whose record would be refused, and
             # none waits any more.
@@ -1050,9 +1054,12 @@ class Driver:
     # Rounds
 
     def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContinueAsNew:
-        """What ends this round and begins the next one with these inputs, when it is raised."""
+        """What ends this round and begins the next one with these inputs, when it is raised. From here on the body
+        begins nothing more: neither a `finally` block, nor another task, nor who swallows it."""
         self._here()
-        return ContinueAsNew(self.workflow.input.encode(args, kwargs, limit=self.host.payload_limit))
+        self._handoff = ContinueAsNew(self.workflow.input.encode(args, kwargs, limit=self.host.payload_limit))
+        self.over = True
+        return self._handoff
 
     async def _rotate(self, payload: bytes) -> None:
         run = self.run
@@ -1225,11 +1232,9 @@ _decode_spawned: Final = msgspec.json.Decoder(Spawned).decode
 _decode_retracted: Final = msgspec.json.Decoder(StepRetracted).decode
 
 
-def _handoff_in(error: BaseException) -> ContinueAsNew | None:
-    """The end of a round that a task of the body has asked for, where a task group wraps it and nothing else failed."""
-    while isinstance(error, BaseExceptionGroup) and error.split(ContinueAsNew)[1] is None:
-        error = error.exceptions[0]
-    return error if isinstance(error, ContinueAsNew) else None
+def _is_handoff(error: BaseException) -> bool:
+    """Whether a task group wraps what has ended the round, and what stopped the group's other tasks, and no failure."""
+    return isinstance(error, BaseExceptionGroup) and error.split((ContinueAsNew, RunSealed))[1] is None
 
 
 async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:

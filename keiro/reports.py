@@ -26,6 +26,11 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
         "{run_id} ended without asking for steps that are recorded: {steps}. Was a step renamed or removed, or does "
         "the body depend on something that is no step?",
     ),
+    "handoff_swallowed": (
+        logging.WARNING,
+        "the body of {run_id} swallowed what run.continue_as_new raises and went on; its round has ended all the same, "
+        "and nothing it did since is recorded. Let it leave the body",
+    ),
     "inputs_differ": (
         logging.WARNING,
         "step {step!r} of {run_id} was recorded with other inputs than it is called with now; what is recorded counts",

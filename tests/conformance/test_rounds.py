@@ -108,6 +108,43 @@ async def test_a_handoff_is_not_swallowed(make_engine: MakeEngine) -> None:
         assert await engine.execute(tries, 0, id="a") == 1
 
 
+@pytest.mark.parametrize("how", ["returns", "goes on", "again", "finally", "gather"])
+async def test_u15_a_body_that_swallows_the_end_of_its_round_does_not_go_on(
+    make_engine: MakeEngine, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """U15: the round has ended where it was said; what the body does then is recorded nowhere, and not done."""
+
+    @keiro.workflow
+    async def swallows(run: keiro.WorkflowRun, n: int) -> int:
+        async def ends() -> None:
+            run.continue_as_new(n + 1)
+
+        if n:
+            return n
+        if how == "gather":
+            await asyncio.gather(ends(), return_exceptions=True)
+            return -1
+        try:
+            run.continue_as_new(1)
+        except BaseException:
+            if how == "goes on":
+                await run.step(note, "after")
+            if how == "again":
+                run.continue_as_new(2)
+            if how == "finally":
+                raise
+        finally:
+            if how == "finally":
+                await run.step(note, "after")
+        return -1
+
+    async with make_engine(swallows) as engine:
+        assert await engine.execute(swallows, 0, id="a") == 1
+        assert calls == []
+        assert await history(engine, "wf:swallows-a") == ["WorkflowStarted", "WorkflowCompleted"]
+        assert ("swallowed what run.continue_as_new raises" in caplog.text) == (how in ("returns", "gather"))
+
+
 @pytest.mark.parametrize("how", ["gather", "group", "map"])
 async def test_a_round_is_ended_by_any_task_of_its_body(make_engine: MakeEngine, how: str) -> None:
     """Also where a task group wraps what ends it; an error beside it is still a failure."""
@@ -120,6 +157,12 @@ async def test_a_round_is_ended_by_any_task_of_its_body(make_engine: MakeEngine,
         async def fails() -> None:
             raise Boom("beside")
 
+        async def cleans_up() -> None:
+            try:
+                await run.sleep(3600)
+            finally:
+                await run.step(note, "cleaned up")
+
         if n == 0 and how == "gather":
             await asyncio.gather(ends())
         elif n == 0 and how == "map":
@@ -127,8 +170,7 @@ async def test_a_round_is_ended_by_any_task_of_its_body(make_engine: MakeEngine,
         elif n == 0:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ends())
-                if beside:
-                    group.create_task(fails())
+                group.create_task(fails() if beside else cleans_up())
         return run.round
 
     async with make_engine(tasks) as engine:
