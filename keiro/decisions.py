@@ -31,12 +31,20 @@ from keiro.events import (
 from keiro.failures import Failure
 from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, suspended_step
 from keiro.projections.runs import project
-from keiro.projections.waits import Change, Exit, changes, exit_of
+from keiro.projections.waits import Change, Exit, Spawned, changes, exit_of
 from keiro.rows import Head, Run, Status
 
 CANCELLED: Final = "__workflow_cancelled__"
 
+
+class _SpawnRecorded(msgspec.Struct, frozen=True, gc=False):
+    """Of the event that records a spawn: which child it was."""
+
+    result: Spawned
+
+
 _encoder: Final = msgspec.json.Encoder()
+_decode_spawned: Final = msgspec.json.Decoder(_SpawnRecorded).decode
 _decode_parked: Final = msgspec.json.Decoder(StateChanged).decode
 _sorted: Final = msgspec.json.Encoder(order="sorted").encode
 
@@ -229,7 +237,13 @@ class Rounds(msgspec.Struct, frozen=True, gc=False):
     lineage_id: str
 
 
-Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds
+class Links(msgspec.Struct, frozen=True, gc=False):
+    """Asks which children have this key: answered with pairs, the child's lineage and that of its parent."""
+
+    key: str
+
+
+Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds | Links
 Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract | Fire | Collect
 
 
@@ -475,20 +489,30 @@ def _tell_parent(writes: list[Write], ended: Write) -> Generator[Need, Any, None
     run = ended.run
     if run.handoff_run_id is not None or run.parent_run_id is None:
         return
-    if run.round_ordinal:
-        # The parent of a later round is the round before; who spawned the lineage is round 0's.
-        first: Loaded | None = yield One(run.lineage_id)
-        if first is None or first.run.parent_run_id is None:
-            return
-        run = first.run
-    assert run.parent_run_id is not None
-    parent: Loaded | None = yield Newest(run.parent_run_id)
+    # The parent of a later round is the round before; who spawned the lineage is round 0's.
+    above = (yield from _above(run)) if run.round_ordinal else run.parent_run_id
+    if above is None:
+        return
+    parent: Loaded | None = yield Newest(above)
     if parent is None or parent.run.terminal or any(write.run_id == parent.run.run_id for write in writes):
         return
     payload = _encoder.encode(exit_of(ended.events[-1].event))
     loaded, told = yield from _recorded(parent.run, child_result_step(run.key), payload)
     if told is not None:
         writes.append(_write(loaded, (told,), ended.at_ms))
+
+
+def _above(run: Run) -> Generator[Need, Any, str | None]:
+    """The lineage that has the one of `run` as its child: it spawned it, or attached to it when it had ended."""
+    first: Loaded | None = yield One(run.lineage_id)
+    if first is not None and first.run.parent_run_id is not None:
+        return first.run.parent_run_id
+    return (yield from _attached(run))
+
+
+def _attached(run: Run) -> Generator[Need, Any, str | None]:
+    links: list[tuple[str, str]] = yield Links(run.key)
+    return dict(links).get(run.lineage_id)
 
 
 def _deliver(command: Deliver) -> Deciding:
@@ -527,14 +551,22 @@ def _spawn(command: Spawn) -> Deciding:
     lineage = parent.run.lineage_id
     if start.run_id == lineage:
         return Decision(Refused(f"{lineage} cannot be a child of itself"))
+    started = start.started.event
+    assert isinstance(started, WorkflowStarted)
     child: Loaded | None = yield One(start.run_id)
+    if parent.run.round_ordinal:
+        # An end is told by the key: one of a child of another workflow, from an earlier round, would be taken for this.
+        links: list[tuple[str, str]] = yield Links(started.key)
+        for other, above in links:
+            if above == lineage and other != start.run_id:
+                return Decision(Refused(f"its child {started.key!r} is {other}: give {start.run_id} an id of its own"))
     if child is None:
         birth = _birth(start)
         write = _write(parent, append.events, append.at_ms)
         return Decision(Appended(write.head.version), (write, birth), own=True)
-    started = start.started.event
-    assert isinstance(started, WorkflowStarted)
     linked = child.run.parent_run_id
+    if linked is None:
+        linked = yield from _attached(child.run)
     if linked not in (None, lineage):
         return Decision(Refused(f"{start.run_id} is a child of {linked}"))
     if not same_json(child.run.input_json, bytes(started.input).decode()):
@@ -616,7 +648,14 @@ def _resurrect(command: Resurrect) -> Deciding:
     run = newest.run
     if run.status != Status.FAILED:
         return Decision(RefusedTerminal(run.status))
+    above = yield from _above(run)
+    parent: Loaded | None = None if above is None else (yield Newest(above))
     event = WorkflowResurrected(reason=command.reason)
+    if parent is not None and run.parent_run_id is None:
+        # It had ended before it was attached to. It has a parent now, which is told of its next end.
+        spawned: Loaded = yield One(parent.run.run_id, _ids_of(parent.run)(child_step(run.key)))
+        on_cancel = None if spawned.present is None else _decode_spawned(spawned.present.payload).result.on_cancel
+        event = WorkflowResurrected(reason=command.reason, parent=above, on_cancel=on_cancel)
     events = [new(event, _fresh(newest, "__workflow_resurrected__"))]
     ended: list[Run] = yield Children(run.lineage_id, ended=True)
     for child in ended:
@@ -629,14 +668,11 @@ def _resurrect(command: Resurrect) -> Deciding:
                 events.append(told)
     write = _write(newest, tuple(events), command.at_ms)
     writes = [write]
-    first: Loaded | None = (yield One(run.lineage_id)) if run.round_ordinal else newest
-    if first is not None and first.run.parent_run_id is not None:
+    if parent is not None and parent.run.status not in (Status.COMPLETED, Status.CANCELLED):
         # What the parent was told of the failure counts no more, or it would fail of it again.
-        parent: Loaded | None = yield Newest(first.run.parent_run_id)
-        if parent is not None and parent.run.status not in (Status.COMPLETED, Status.CANCELLED):
-            yield from _retracted(
-                writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected", unless_acted=True
-            )
+        yield from _retracted(
+            writes, parent.run, child_result_step(run.key), command.at_ms, "child resurrected", unless_acted=True
+        )
     return Decision(Appended(write.head.version, write.run), tuple(writes))
 
 
@@ -649,10 +685,26 @@ def _retract(command: Retract) -> Deciding:
     if newest.head.owner is not None:
         return Decision(Refused("a worker drives the run: what its body has seen cannot be taken back"))
     writes: list[Write] = []
-    yield from _retracted(writes, newest.run, command.step, command.at_ms, command.reason)
+    told = yield from _told_again(newest.run, command.step)
+    yield from _retracted(writes, newest.run, command.step, command.at_ms, command.reason, told=told)
     if not writes:
         return Decision(Refused(f"no step {command.step!r} is recorded"))
     return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+def _told_again(run: Run, step: str) -> Generator[Need, Any, StepRecorded | None]:
+    """How a child ended, where `step` is the record of that: nobody would say so again to who waits for it anew."""
+    kind, _, rest = step.partition(":")
+    key, _, what = rest.partition(":")
+    if (kind, what) != ("child", "result"):
+        return None
+    spawned: Loaded = yield One(run.run_id, _ids_of(run)(child_step(key)))
+    if spawned.present is None:
+        return None
+    child: Loaded | None = yield Newest(_decode_spawned(spawned.present.payload).result.run_id)
+    if child is None or not child.run.terminal:
+        return None
+    return StepRecorded(step=step, result=Raw(_encoder.encode(_ended(child.run))))
 
 
 def _fire(command: Fire) -> Deciding:
@@ -733,10 +785,17 @@ def _had(run: Run, key: str) -> Generator[Need, Any, bool]:
 
 
 def _retracted(
-    writes: list[Write], run: Run, step: str, at_ms: int, reason: str | None, *, unless_acted: bool = False
+    writes: list[Write],
+    run: Run,
+    step: str,
+    at_ms: int,
+    reason: str | None,
+    *,
+    unless_acted: bool = False,
+    told: StepRecorded | None = None,
 ) -> Generator[Need, Any, None]:
     """Retract the newest record of a step; with `unless_acted`, only while the run has recorded nothing since: what it
-    did then, it may have done because of that record."""
+    did then, it may have done because of that record. `told` is recorded in its place."""
     ids = _ids_of(run)
     number = 0
     while True:
@@ -748,8 +807,10 @@ def _retracted(
         if loaded.present is None:
             if unless_acted and (yield Acted(run.run_id, recorded.present.version)):
                 return
-            event = new(StepRetracted(step=step, reason=reason), ids(_retraction(step, number)))
-            writes.append(_write(loaded, (event,), at_ms))
+            events = [new(StepRetracted(step=step, reason=reason), ids(_retraction(step, number)))]
+            if told is not None:
+                events.append(new(told, ids(again(step, number))))
+            writes.append(_write(loaded, tuple(events), at_ms))
             return
 
 

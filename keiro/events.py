@@ -202,6 +202,9 @@ class WorkflowResurrected(Event, frozen=True, kw_only=True, omit_defaults=True):
     TOPIC: ClassVar[str] = "WorkflowResurrected"
 
     reason: str | None = None
+    parent: str | None = None
+    """The lineage that attached to the run after its end: it is its parent from here on."""
+    on_cancel: str | None = None
 
 
 class OpaqueEvent(Event, frozen=True, kw_only=True, omit_defaults=True):

@@ -69,6 +69,8 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
         case StateChanged(state="suspended") if run is not None:
             return _suspended(run, event)
         case WorkflowResurrected() if run is not None:
+            if event.parent is not None:
+                run = replace(run, parent_run_id=event.parent, on_cancel=event.on_cancel)
             return replace(
                 run, status=Status.PENDING, attempts=0, finished_at_ms=None, failure_json=None, result_json=None
             )

@@ -24,6 +24,7 @@ from keiro.decisions import (
     Command,
     Completions,
     Decision,
+    Links,
     Loaded,
     Need,
     Newest,
@@ -83,6 +84,7 @@ class Database:
         self.heads: dict[int, Head] = {}
         self.journal = MemoryJournal()
         self.linked: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
+        self.named: dict[str, set[tuple[Any, ...]]] = {}
         self.by_run: dict[int, list[Stored]] = {}
         self.by_event: dict[tuple[int, bytes], Stored] = {}
         self.workers: dict[int, WorkerRow] = {}
@@ -122,6 +124,7 @@ class Database:
                 if change.table == CHILDREN:
                     parent = (change.values["parent_id"], change.values["parent_name"])
                     self.linked.setdefault(parent, set()).add(whole)
+                    self.named.setdefault(whole[0], set()).add(whole)
             return
         # A key is whole, or the first two columns of one: all clocks of a run.
         for key in [whole] if whole in rows else self.under.get((change.table, *whole[:2]), ()):
@@ -213,14 +216,22 @@ class Database:
         rows = self.rows.get(CHILDREN, {})
         for whole in self.linked.pop((run.key, run.workflow), ()):
             rows.pop(whole, None)
+            self._unname(whole)
             self.under.pop((CHILDREN, *whole), None)
             child = self.runs.get(str(RunId(whole[1], whole[0])))
             if child is not None and child.parent_run_id == run.run_id:
                 self.keep(replace(child, parent_run_id=None))
         own = rows.pop((run.key, run.workflow), None)
         if own is not None:
+            self._unname((run.key, run.workflow))
             self.under.pop((CHILDREN, run.key, run.workflow), None)
             self.linked[own["parent_id"], own["parent_name"]].discard((run.key, run.workflow))
+
+    def _unname(self, whole: tuple[Any, ...]) -> None:
+        same = self.named.get(whole[0], set())
+        same.discard(whole)
+        if not same:
+            self.named.pop(whole[0], None)
 
     def pending_runs(self) -> Iterator[Run]:
         """The pending runs, oldest first."""
@@ -361,6 +372,12 @@ class MemoryStore:
             case Acted(run_id, after):
                 since = self._by_run[self._runs[run_id].run_key][after:]
                 return any(row.topic == "StepRecorded" or ":" in row.topic for row in since)
+            case Links(key):
+                named = [self._db.rows[CHILDREN][whole] for whole in sorted(self._db.named.get(key, ()))]
+                return [
+                    (str(RunId(row["child_name"], key)), str(RunId(row["parent_name"], row["parent_id"])))
+                    for row in named
+                ]
             case Completions(run_id):
                 of = [row for row in self._db.rows.get(DEFERREDS, {}).values() if row["execution_id"] == run_id]
                 of.sort(key=lambda row: (row["completed_at_ms"], row["deferred_name"]))

@@ -72,6 +72,7 @@ class Tables:
             f"INSERT INTO {runs} ({', '.join(_WRITTEN)}) VALUES ({marks}) ON CONFLICT DO NOTHING RETURNING run_key"
         )
         self.update_run = f"UPDATE {runs} SET {', '.join(f'{c} = ?' for c in MUTABLE)} WHERE run_key = ?"
+        self.link_run = f"UPDATE {runs} SET parent_run_id = ?, on_cancel = ? WHERE run_key = ?"
         self.insert_head = f"INSERT INTO {heads} (run_key, version, owner, epoch) VALUES (?, ?, ?, ?)"
         self.update_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = ?"
         # The fence, the version and the proof that the owner's memory is current, in one statement.
@@ -101,6 +102,7 @@ class Tables:
             " WHERE c.parent_id = ? AND c.parent_name = ? AND c.status = 'running' AND r.round_ordinal = 0"
             " ORDER BY r.run_key"
         )
+        self.links = f"SELECT child_name, parent_name, parent_id FROM {children} WHERE child_id = ?"
         self.ended_children = self.children.replace("c.status = 'running'", "c.status <> 'running'")
         self.completions = (
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"

@@ -23,6 +23,7 @@ from keiro.decisions import (
     Decision,
     Existing,
     InputDiffers,
+    Links,
     Loaded,
     Need,
     Newest,
@@ -34,7 +35,7 @@ from keiro.decisions import (
     decide,
     first_need,
 )
-from keiro.identity import parse_run_id
+from keiro.identity import RunId, parse_run_id
 from keiro.projections.waits import SEALED, TIMESTAMPS, Change, Forget, Put, timestamp
 from keiro.projections.waits import Set as SetColumns
 from keiro.rows import Head, Run
@@ -136,7 +137,7 @@ class _Work:
 
     def load(self, needs: Sequence[Need]) -> Program[None]:
         """Load what is not known yet."""
-        if any(isinstance(need, Completions | Children | Acted | Rounds) for need in needs):
+        if any(isinstance(need, Completions | Children | Acted | Rounds | Links) for need in needs):
             yield from self.flush()  # what the batch has written so far is part of the answer
         text = self._sql.text
         runs: dict[str, None] = {}
@@ -166,6 +167,8 @@ class _Work:
                     listed[need] = (text.ended_children if ended else text.children, (of.key, of.workflow))
                 case Rounds(lineage_id):
                     listed[need] = (text.rounds, (lineage_id, lineage_id))
+                case Links(child):
+                    listed[need] = (text.links, (child,))
                 case Acted(run_id, after):
                     listed[need] = (text.acted, (run_id, after))
         # Equal statements stand together: a store may make one of them.
@@ -201,6 +204,8 @@ class _Work:
         match need:
             case Completions():
                 return [(row[0], self._sql.unseal(row[1])) for row in rows]
+            case Links(child):
+                return [(str(RunId(name, child)), str(RunId(*parent))) for name, *parent in rows]
             case Children() | Rounds():
                 return [self._sql.to_run(row) for row in rows]
         return bool(rows)
@@ -299,6 +304,10 @@ class _Work:
             if last[run_id].run is not first[run_id].before:
                 *values, _ = sql.changed_values(last[run_id].run)
                 statements.append((text.update_run, [*values, key]))
+        for run_id, key in known.items():
+            before, run = first[run_id].before, last[run_id].run
+            if before is not None and before.parent_run_id != run.parent_run_id:
+                statements.append((text.link_run, (run.parent_run_id, run.on_cancel, key)))
         appended: list[Statement] = []
         born: list[Statement] = []
         for write in writes:

@@ -593,6 +593,31 @@ async def test_ch_62_one_key_for_children_of_two_workflows_is_refused(make_engin
         assert msgspec.json.decode(ended.result) == [value, said]
 
 
+async def test_ch_62_one_key_for_children_of_two_workflows_is_refused_in_a_later_round_too(
+    make_engine: MakeEngine,
+) -> None:
+    """CH-62, U6: the second would be told of the end of the first one, which goes on in the meantime."""
+
+    @keiro.workflow
+    async def confuses(run: keiro.WorkflowRun, n: int) -> str:
+        if n == 0:
+            await run.spawn(double, 1, id="k")
+            run.continue_as_new(1)
+        try:
+            return str(await run.call(bottom, "x", id="k"))
+        except keiro.RunConflict as error:
+            return str(error)
+
+    async with make_engine(confuses, double, bottom) as engine:
+        handle = await engine.start(confuses, 0, id="a")
+        await gate["entered"].wait()
+        said = await handle.result(LIMIT_S)
+        assert "its child 'k' is wf:double-k" in said and "wf:bottom-k" in said
+        assert await engine.store.run("wf:bottom-k") is None
+        gate["go"].set()
+        assert await engine.handle("wf:double-k").result(LIMIT_S) == 2
+
+
 @pytest.mark.parametrize("end", ["completed", "failed", "cancelled"])
 async def test_ch_63_a_run_that_ended_on_its_own_is_attached_to(make_engine: MakeEngine, end: str) -> None:
     """CH-63, U7: its end is told at once, and the row of the child says it."""

@@ -293,3 +293,110 @@ async def test_ch_53_a_child_in_a_later_round_is_resurrected_for_its_parent(make
         assert (await only_child(handle)).status == "completed"
         assert await engine.resurrect(handle.run_id)
         assert await handle.result(LIMIT_S) == "kid"
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+async def test_ch_53_a_run_that_was_attached_to_after_its_end_is_resurrected_for_its_parent(
+    make_engine: MakeEngine, rounds: int
+) -> None:
+    """CH-53, CH-63, U4, U7: from then on it is a child as any other, and its parent hears of its new end."""
+
+    @keiro.workflow
+    async def alone(run: keiro.WorkflowRun, left: int) -> str:
+        if left:
+            run.continue_as_new(left - 1)
+        return await run.step(fragile, "kid")
+
+    @keiro.workflow
+    async def attaches(run: keiro.WorkflowRun) -> str:
+        return str(await run.call(alone, rounds, id="k"))
+
+    broken.add("kid")
+    async with make_engine(attaches, alone) as engine:
+        await failed(await engine.start(alone, rounds, id="k"))
+        handle = await engine.start(attaches, id="a")
+        await failed(handle)
+        other = await engine.start(attaches, id="b")
+        with pytest.raises(keiro.WorkflowFailed, match="is a child of wf:attaches-a"):
+            await other.result(LIMIT_S)
+        assert (await only_child(handle)).status == "failed"
+        assert await engine.resurrect("wf:alone-k")
+        await failed(engine.handle("wf:alone-k"))
+        assert (await only_child(handle)).status == "failed"
+        broken.clear()
+        assert await engine.resurrect("wf:alone-k")
+        assert await engine.handle("wf:alone-k").result(LIMIT_S) == "kid"
+        row = await only_child(handle)
+        assert (row.status, row.failed, row.result) == ("completed", False, '"kid"')
+        assert await engine.resurrect(handle.run_id)
+        assert await handle.result(LIMIT_S) == "kid"
+        assert calls == ["kid"] * 3
+        assert await engine.reconcile() == [] and (await engine.rebuild("runs")).differences == 0
+
+
+@pytest.mark.parametrize("on_cancel", ["cancel", "detach"])
+async def test_ch_47_a_run_that_was_attached_to_and_resurrected_is_cancelled_as_its_parent_said(
+    make_engine: MakeEngine, on_cancel: str
+) -> None:
+    """CH-47: a child that is linked later inherits the cancellation, unless it was attached to be detached."""
+
+    @keiro.workflow
+    async def alone(run: keiro.WorkflowRun) -> str:
+        await run.step(fragile, "kid")
+        return str(await run.deferred("d").result())
+
+    @keiro.workflow
+    async def attaches(run: keiro.WorkflowRun) -> None:
+        await run.spawn(alone, id="k", on_cancel=on_cancel)
+        await run.deferred("never").result()
+
+    broken.add("kid")
+    async with make_engine(attaches, alone) as engine:
+        child = await engine.start(alone, id="k")
+        await failed(child)
+        handle = await engine.start(attaches, id="a")
+        while not await handle.children():
+            await asyncio.sleep(0)
+        broken.clear()
+        assert await engine.resurrect(child.run_id)
+        await handle.cancel()
+        assert ((await child.status()) == "cancelled") == (on_cancel == "cancel")
+
+
+@pytest.mark.parametrize("status", ["suspended", "failed"])
+async def test_u4_a_retracted_end_of_a_child_is_told_anew_as_it_is_now(
+    make_engine: MakeEngine, parks_at_once: None, status: str
+) -> None:
+    """U4: a child that has ended tells of it once; who waits for that anew would wait for ever."""
+
+    @keiro.workflow
+    async def acts(run: keiro.WorkflowRun) -> list[Any]:
+        child = await run.spawn(kid, id="k")
+        said = []
+        try:
+            said.append(await child.result())
+        except keiro.ChildFailed:
+            said.append(await run.step(note, "failed"))
+        await run.step(fragile, "parent")
+        return [*said, await run.deferred("d").result()]
+
+    broken.add("kid")
+    if status == "failed":
+        broken.add("parent")
+    async with make_engine(acts, kid) as engine:
+        handle = await engine.start(acts, id="a")
+        if status == "failed":
+            await failed(handle)
+        else:
+            await reached(handle, status)
+    broken.clear()
+    async with make_engine(kid) as engine:
+        assert await engine.resurrect("wf:kid-k")
+        assert await engine.handle("wf:kid-k").result(LIMIT_S) == "kid"
+    async with make_engine(worker=False) as client:
+        assert await client.retract_step(handle.run_id, "child:k:result")
+        if status == "failed":
+            assert await client.resurrect(handle.run_id)
+    async with make_engine(acts, kid) as engine:
+        await engine.complete(handle.run_id, "d", 1)
+        assert await engine.handle(handle.run_id).result(LIMIT_S) == ["kid", 1]
