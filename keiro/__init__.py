@@ -43,6 +43,8 @@ from keiro.retry import RetryAfter as RetryAfter
 from keiro.rows import Run as Run
 from keiro.rows import Status as Status
 from keiro.run import WorkflowRun as WorkflowRun
+from keiro.schedules import TICK as TICK
+from keiro.schedules import ScheduleRow as ScheduleRow
 from keiro.scope import Child as Child
 from keiro.scope import Deferred as Deferred
 from keiro.scope import First as First
@@ -51,6 +53,7 @@ from keiro.scope import ScopedRun as ScopedRun
 __version__ = "0.1.0"
 
 __all__ = (
+    "TICK",
     "Child",
     "ChildCancelled",
     "ChildFailed",
@@ -78,6 +81,7 @@ __all__ = (
     "RunEnded",
     "RunNotFound",
     "RunSealed",
+    "ScheduleRow",
     "ScopedRun",
     "Status",
     "StepFailed",

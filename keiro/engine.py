@@ -70,6 +70,8 @@ from keiro.repository import RunRepository, repository
 from keiro.retention import Collection, collect
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
+from keiro.schedule import ScheduleRun
+from keiro.schedules import Schedules
 from keiro.stores import open_store, shown
 from keiro.stores.base import Store
 from keiro.stores.blocking import RunTables
@@ -140,6 +142,7 @@ class Engine:
         self._newest: dict[str, Workflow] = {}  # by name: of several versions the one given last
         for one in _listed("workflows", workflows):
             self._register(workflow_of(one))
+        self._register(workflow_of(ScheduleRun))
         self._limits = limits_of(
             _listed("queues", queues), ((one.lane, one.queue) for one in self._workflows.values()), claims=worker
         )
@@ -543,6 +546,11 @@ class Engine:
     def children(self) -> Children:
         """The children of runs: `await engine.children.of(run_id)`."""
         return Children(self)
+
+    @property
+    def schedules(self) -> Schedules:
+        """The cron schedules of the store: `await engine.schedules.put("nightly", report, cron="0 2 * * *")`."""
+        return Schedules(self)
 
     async def child_cancelled(self, run_id: str) -> bool:
         """Cancel a run; whether it was this call that did."""
