@@ -15,6 +15,7 @@ from keiro.errors import InvalidCall
 from keiro.events import Event
 from keiro.projections.waits import ChildRow
 from keiro.rows import Run, Status
+from keiro.schedules import ScheduleRow
 
 T = TypeVar("T")
 
@@ -112,6 +113,11 @@ class BlockingEngine:
         """As `Engine.children`."""
         return BlockingChildren(self)
 
+    @property
+    def schedules(self) -> BlockingSchedules:
+        """As `Engine.schedules`."""
+        return BlockingSchedules(self)
+
     def execute(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Any:
         """As `Engine.execute`."""
         return self.wait(self.engine.execute(workflow, *args, id=id, **kwargs))
@@ -130,6 +136,38 @@ class BlockingChildren:
     def of(self, run_id: str) -> list[ChildRow]:
         """The children of a run, oldest first."""
         return self._engine.wait(self._engine.engine.children.of(run_id))
+
+
+class BlockingSchedules:
+    """As the schedules of an engine, for synchronous code. Methods and errors are those of `Schedules`."""
+
+    def __init__(self, engine: BlockingEngine) -> None:
+        self._engine = engine
+        self._schedules = engine.engine.schedules
+
+    def put(self, name: str, workflow: Any, /, *args: Any, **kwargs: Any) -> bool:
+        """Start runs of a workflow whenever an expression ticks."""
+        return self._engine.wait(self._schedules.put(name, workflow, *args, **kwargs))
+
+    def pause(self, name: str) -> bool:
+        """Let no tick start a run."""
+        return self._engine.wait(self._schedules.pause(name))
+
+    def resume(self, name: str) -> bool:
+        """Let it tick again."""
+        return self._engine.wait(self._schedules.resume(name))
+
+    def trigger(self, name: str, *, id: str | None = None) -> BlockingHandle:
+        """Start a run now."""
+        return BlockingHandle(self._engine, self._engine.wait(self._schedules.trigger(name, id=id)))
+
+    def delete(self, name: str) -> bool:
+        """Delete a schedule."""
+        return self._engine.wait(self._schedules.delete(name))
+
+    def list(self) -> list[ScheduleRow]:
+        """All schedules, by name."""
+        return self._engine.wait(self._schedules.list())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import keiro
-from keiro.cli import operations, output
+from keiro.cli import operations, output, scheduling
 from keiro.cli.driving import GRACE_S, described_queues, driven, load_module, load_workflow, parse_input
 from keiro.cli.operating import Told
 from keiro.cli.reading import journal as reading
@@ -41,6 +41,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+schedules = typer.Typer(name="schedules", help="Runs that are started by the clock.", no_args_is_help=True)
+app.add_typer(schedules)
+
 Url = Annotated[
     str,
     typer.Option(
@@ -49,6 +52,7 @@ Url = Annotated[
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, wf:<workflow>-<key>.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without, nothing is changed.")]
+Schedule = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -280,6 +284,68 @@ def resurrect(
     """Let a failed run go on where it failed. Without --yes only show whether it would."""
     with _reporting():
         done = asyncio.run(operations.resurrect(url, run_id, reason, yes=yes))
+    output.told(done, as_json, yes=yes)
+
+
+@schedules.command("list")
+def list_schedules(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List the schedules, with when they tick next and what they have started last."""
+    with _reporting():
+        found = asyncio.run(scheduling.rows(url))
+    output.schedules(found, as_json)
+
+
+@schedules.command()
+def put(
+    name: Schedule,
+    workflow: Annotated[str, typer.Argument(metavar="MODULE:WORKFLOW", help="For example orders:report.")],
+    cron: Annotated[str, typer.Option(metavar="CRON", help="For example '0 8 * * MON-FRI', or @daily.")],
+    zone: Annotated[str, typer.Option(metavar="ZONE", help="Whose clock counts, for example Europe/Berlin.")] = "UTC",
+    overlap: Annotated[str, typer.Option(metavar="skip|allow", help="While the run before goes on.")] = "skip",
+    backfill: Annotated[bool, typer.Option("--backfill", help="Make up for missed ticks.")] = False,
+    input: Annotated[str, typer.Option(metavar="JSON", help="The arguments, as for `keiro run`.")] = "{}",
+    tick: Annotated[str | None, typer.Option(metavar="NAME", help="The argument that gets the tick's time.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Define a schedule, or change it. The same again changes nothing."""
+    output.keep_apart()
+    with _reporting():
+        done = asyncio.run(
+            scheduling.put(url, name, workflow, input, tick, cron=cron, zone=zone, overlap=overlap, backfill=backfill)
+        )
+    output.told(done, as_json, yes=True)
+
+
+@schedules.command()
+def pause(name: Schedule, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Let no tick start a run, until it is resumed."""
+    with _reporting():
+        done = asyncio.run(scheduling.pause(url, name))
+    output.told(done, as_json, yes=True)
+
+
+@schedules.command()
+def resume(name: Schedule, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Let a paused schedule tick again."""
+    with _reporting():
+        done = asyncio.run(scheduling.resume(url, name))
+    output.told(done, as_json, yes=True)
+
+
+@schedules.command()
+def trigger(name: Schedule, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Start a run of a schedule now, and print its id."""
+    with _reporting():
+        done = asyncio.run(scheduling.trigger(url, name))
+    output.told(done, as_json, yes=True)
+
+
+@schedules.command()
+def delete(name: Schedule, yes: Yes = False, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Delete a schedule; the runs that it has started stay. Without --yes only show whether there is one."""
+    with _reporting():
+        done = asyncio.run(scheduling.delete(url, name, yes=yes))
     output.told(done, as_json, yes=yes)
 
 

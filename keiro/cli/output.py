@@ -22,12 +22,14 @@ from keiro.cli.demo import Summary
 from keiro.cli.operating import Node, Told
 from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
+from keiro.events import ms_of
 from keiro.failures import Failure, describe
 from keiro.projections.invariants import Finding
 from keiro.projections.steps import StepRow
 from keiro.projections.waits import ChildRow
 from keiro.retention import Collection
 from keiro.rows import PAYLOAD_COLUMNS, Run
+from keiro.schedules import ScheduleRow
 from keiro.stores import shown as shown_url
 from keiro.stores.base import WorkerRow
 
@@ -212,6 +214,32 @@ def told(found: Told, as_json: bool, *, yes: bool) -> None:
     lines([f"{found.outcome.replace('_', ' ')}: {found.run_id}", *(f"  {name}" for name in found.runs[1:])])
     if found.outcome.startswith("would_") and not yes:
         note("nothing was changed: the same command with --yes does it")
+
+
+def schedules(found: Sequence[ScheduleRow], as_json: bool) -> None:
+    """Schedules, with when they tick next and what they have started last."""
+    if as_json:
+        result(found)
+    elif not found:
+        note("no schedules")
+    else:
+
+        def at(time: datetime | None) -> str:
+            return "" if time is None else _time(ms_of(time))
+
+        rows = [
+            (
+                one.name,
+                one.workflow,
+                one.cron,
+                one.zone,
+                "paused" if one.paused else at(one.next_at),
+                at(one.last_at),
+                one.last_run_id or "",
+            )
+            for one in found
+        ]
+        lines(_table(("name", "workflow", "cron", "zone", "next", "last", "last run"), rows))
 
 
 def children(found: Sequence[ChildRow], as_json: bool) -> None:

@@ -12,6 +12,8 @@ from keiro.cli.reading import Journal
 from keiro.definition import Workflow
 from keiro.errors import InvalidCall
 from keiro.lanes import lane, lane_in
+from keiro.run import workflow_of
+from keiro.schedule import SCHEDULE, ScheduleRun
 from keiro.testing.replayer import Replayed, replay_stored
 
 PAGE: Final = 100
@@ -35,6 +37,7 @@ async def replay_all(
     if not by_name or (only is not None and only not in by_name):
         names = ", ".join(by_name) or "none"
         raise InvalidCall(f"module {module!r} has no workflow {only or ''!r}; its workflows are: {names}")
+    by_name.setdefault(SCHEDULE, workflow_of(ScheduleRun))
     replayed, broken, skipped, before = 0, [], Counter[str](), None
     while runs := journal.runs(status, only, PAGE, before):
         for run in runs:
