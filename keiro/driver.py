@@ -84,6 +84,7 @@ _NO_MORE: Final = 2**62
 """The version up to which there are snapshots of a run that gets no more of them: a gap could not be read over."""
 COMPLETED: Final = "__workflow_completed__"
 FAILED: Final = "__workflow_failed__"
+STARTED: Final = "__workflow_started__"
 STORE_RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -1081,7 +1082,7 @@ class Driver:
         taken = frozenset(self._consumed or ())
 
         def within(append: Append) -> Rotate:
-            return Rotate(append, Start(following, new(started, ids("start")), append.at_ms), taken)
+            return Rotate(append, Start(following, new(started, ids(STARTED)), append.at_ms), taken)
 
         ending = WorkflowCompleted(handoff=following, consumed=self.newly_consumed())
         await self._record(new(ending, self._ids(COMPLETED)), within=within)
