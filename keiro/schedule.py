@@ -165,48 +165,51 @@ class ScheduleRun(WorkflowRun, name=SCHEDULE):
 
     async def execute(self) -> None:
         """Wait and start, for a round."""
-        driver = cast(Any, self._keiro_driver)
-        starter: Starter = driver.host.schedules
         if self.info.parent_run_id is not None:
             before = self.info.parent_run_id
 
             async def inherit() -> State:
                 # Read from the journal and not passed on as input: a command may have come to the round after its body
                 # had seen the last one. Now it has ended, and takes no more.
-                return await starter.closed(before)
+                return await self._starter.closed(before)
 
             await self.apply(ScheduleRun.inherit, await self.step(inherit, retry=_FOR_EVER))
         for _ in range(ROUND):
             if self.state.triggers:
-                await self._begin(starter, self.state.triggers[0])
+                await self._begin(self.state.triggers[0])
                 continue
             seen, due_ms = self.state.revision, self.state.due_ms
             # As seconds from now, though it is a time of day: only where the clock is first set does it count.
-            wait = None if due_ms is None else max(due_ms - driver.wall_ms(), 0) / 1000
+            wait = None if due_ms is None else max(due_ms - self._keiro_driver.wall_ms(), 0) / 1000
             try:
                 await self.until(partial(self._is_told, seen), timeout=wait)
             except TimeoutError:
-                await self._tick(starter, ms_of(self.now()))
+                await self._tick(ms_of(self.now()))
         self.continue_as_new()
+
+    @property
+    def _starter(self) -> Starter:
+        # Asked for in steps only: what replays a journal has no engine.
+        return cast(Starter, cast(Any, self._keiro_driver).host.schedules)
 
     def _is_told(self, seen: int) -> bool:
         return self.state.revision != seen or bool(self.state.triggers)
 
-    async def _begin(self, starter: Starter, trigger: Trigger) -> None:
+    async def _begin(self, trigger: Trigger) -> None:
         definition = self.state.definition
         assert definition is not None
 
         async def start() -> str:
-            return await starter.begin(definition, trigger.key, trigger.at_ms)
+            return await self._starter.begin(definition, trigger.key, trigger.at_ms)
 
         run_id = await self.step(start, retry=_FOR_EVER)
         await self.apply(ScheduleRun.begun, run_id, trigger.at_ms)
 
-    async def _tick(self, starter: Starter, now_ms: int) -> None:
+    async def _tick(self, now_ms: int) -> None:
         state, name = self.state, self.key
 
         async def tick() -> Ticked:
-            return await starter.tick(name, state, now_ms)
+            return await self._starter.tick(name, state, now_ms)
 
         ticked = await self.step(tick, retry=_FOR_EVER)
         await self.apply(ScheduleRun.ticked, ticked, state.revision)
