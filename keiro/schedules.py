@@ -226,6 +226,8 @@ class Schedules:
             return None
         run = first if first.handoff_run_id is None else await store.newest(own) or first
         state = await self._folded(run)
+        if state is None:
+            return None  # another process has removed it since it was looked up
         if run.parent_run_id is not None and not state.inherited:
             state = state.after(await self.closed(run.parent_run_id))
         return run, state
@@ -240,8 +242,10 @@ class Schedules:
             )
         return found[0], found[1], found[1].definition
 
-    async def _folded(self, run: Run) -> State:
+    async def _folded(self, run: Run) -> State | None:
         rows = (await self._engine.store.history([run.run_key]))[run.run_key]
+        if not rows:
+            return None
         return fold(ScheduleRun, [self._engine.mapper.decode_row(row, run.run_id) for row in rows]).state
 
     async def _remove(self, key: str) -> None:
@@ -260,9 +264,10 @@ class Schedules:
     async def closed(self, run_id: str) -> State:
         """The state at the end of a round that has ended."""
         run = await self._engine.store.run(run_id)
-        if run is None:
+        state = None if run is None else await self._folded(run)
+        if state is None:
             raise StoreError(f"{run_id} is gone, and what its schedule was with it: put the schedule again")
-        return await self._folded(run)
+        return state
 
     async def tick(self, name: str, state: State, now_ms: int) -> Ticked:
         """Start what is due."""

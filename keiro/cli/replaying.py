@@ -37,7 +37,7 @@ async def replay_all(
     if not by_name or (only is not None and only not in by_name):
         names = ", ".join(by_name) or "none"
         raise InvalidCall(f"module {module!r} has no workflow {only or ''!r}; its workflows are: {names}")
-    by_name.setdefault(SCHEDULE, workflow_of(ScheduleRun))
+    by_lane.setdefault(SCHEDULE, workflow_of(ScheduleRun))
     replayed, broken, skipped, before = 0, [], Counter[str](), None
     while runs := journal.runs(status, only, PAGE, before):
         for run in runs:

@@ -255,7 +255,7 @@ async def test_what_is_stuck_behind_runs_of_ones_own_is_told_of_once_these_are_g
 def classes() -> Iterator[Any]:
     for version in ("1", "2"):
 
-        class Basket(keiro.WorkflowRun, name="basket", version=version, pinned=True):
+        class Basket(keiro.WorkflowRun, name="basket_of_versions", version=version, pinned=True):
             async def execute(self) -> str:
                 return str(self.info.version_tag)
 
@@ -268,7 +268,7 @@ async def test_a_class_may_be_pinned(make_engine: MakeEngine) -> None:
         await client.start(two, id="2")
     async with make_engine(one) as engine:
         assert await engine.execute(one, id="1") == "1"
-        assert await engine.handle("wf:basket-2").status() == "pending"
+        assert await engine.handle("wf:basket_of_versions-2").status() == "pending"
 
 
 def test_what_would_drive_a_run_twice_or_never_is_refused() -> None:
