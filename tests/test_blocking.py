@@ -107,3 +107,15 @@ def test_waits_and_children_from_synchronous_code(tmp_path: Path) -> None:
         assert [child.run_id for child in blocking.children.of("wf:asks-b")] == ["wf:doubles-b-child"]
         assert [child.status for child in handles[1].children()] == ["completed"]
         assert blocking.cancel("wf:asks-a") is False and handles[0].cancel() is False
+
+
+def test_schedules_from_synchronous_code(store_url: str) -> None:
+    with keiro.blocking(engine(store_url)) as blocking:
+        assert blocking.schedules.put("a", doubling, 4, cron="@yearly")
+        assert not blocking.schedules.put("a", doubling, 4, cron="@yearly")
+        assert blocking.schedules.trigger("a", id="now").result(timeout=30) == 8
+        assert blocking.schedules.pause("a")
+        assert [(row.name, row.paused) for row in blocking.schedules.list()] == [("a", True)]
+        assert blocking.schedules.resume("a")
+        assert blocking.schedules.delete("a")
+        assert blocking.schedules.list() == []
