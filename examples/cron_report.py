@@ -1,6 +1,5 @@
 """A report every minute, started by a durable schedule: one run for each tick, however many processes there are.
 
-    pip install 'keiro-durable[schedules]'
     python examples/cron_report.py            # starts one now, by hand, and shows the schedule
     python examples/cron_report.py serve      # goes on until Ctrl-C; start it twice, each tick is one run
 
