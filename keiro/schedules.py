@@ -229,7 +229,10 @@ class Schedules:
         if state is None:
             return None  # another process has removed it since it was looked up
         if run.parent_run_id is not None and not state.inherited:
-            state = state.after(await self.closed(run.parent_run_id))
+            before = await self._closed(run.parent_run_id)
+            if before is None:
+                return None
+            state = state.after(before)
         return run, state
 
     async def _defined(self, name: str) -> tuple[Run, State, Definition]:
@@ -263,11 +266,14 @@ class Schedules:
 
     async def closed(self, run_id: str) -> State:
         """The state at the end of a round that has ended."""
-        run = await self._engine.store.run(run_id)
-        state = None if run is None else await self._folded(run)
+        state = await self._closed(run_id)
         if state is None:
             raise StoreError(f"{run_id} is gone, and what its schedule was with it: put the schedule again")
         return state
+
+    async def _closed(self, run_id: str) -> State | None:
+        run = await self._engine.store.run(run_id)
+        return None if run is None else await self._folded(run)
 
     async def tick(self, name: str, state: State, now_ms: int) -> Ticked:
         """Start what is due."""

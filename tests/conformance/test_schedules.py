@@ -596,3 +596,42 @@ async def test_the_journal_of_a_schedule_is_cut_into_rounds(at: At) -> None:
             assert len(events) < 8 * schedule.ROUND
             assert sum(event.topic == StepRecorded.TOPIC for event in events) < 4 * schedule.ROUND
         assert len(keys()) == len(set(keys())) == 2 * schedule.ROUND + 10
+
+
+# Beside what else is done to all runs
+
+
+async def test_retention_and_the_doctor_leave_a_schedule_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rounds have ended, but it has not; what it started may go."""
+    monkeypatch.setattr(schedule, "ROUND", 2)
+    async with make_engine(report) as engine:
+        await engine.schedules.put("a", report, cron="0 3 * * *")
+        for n in range(3):
+            await (await engine.schedules.trigger("a", id=str(n))).result()
+        while (row := (await engine.schedules.list())[0]).last_run_id != "wf:report-a-trigger-2":
+            await asyncio.sleep(0.005)
+        await parked(engine.handle("wf:keiro.schedule-a"))
+        assert await engine.reconcile() == []
+        collected = (await engine.gc(older_than=0)).collected
+        assert sorted(collected) == [f"wf:report-a-trigger-{n}" for n in range(3)]
+        assert await engine.schedules.list() == [row]
+        assert await (await engine.schedules.trigger("a")).result() == "all"
+
+
+async def test_a_look_at_schedules_that_are_deleted_and_put_meanwhile(make_engine: MakeEngine) -> None:
+    """It finds what is there, and nothing in place of what is gone between two of its statements."""
+    async with make_engine(report) as engine, make_engine(report, worker=False) as client:
+
+        async def churn() -> None:
+            for _ in range(10):
+                await engine.schedules.put("a", report, cron=NEVER)
+                await engine.schedules.delete("a")
+
+        churning = asyncio.ensure_future(churn())
+        while not churning.done():
+            assert {row.name for row in await client.schedules.list()} <= {"a"}
+            await asyncio.sleep(0)
+        await churning
+        assert await client.schedules.list() == []
