@@ -59,6 +59,15 @@ def test_the_second_pass_of_a_repeated_hour_does_not_give_the_first_one_again() 
     assert cron.after(ms_of(second_pass)) == ms_of(datetime(2026, 10, 26, 1, 30, tzinfo=UTC))
 
 
+def test_a_clock_that_is_put_back_over_midnight_ticks_on_the_day_before_again() -> None:
+    cron = Cron("*/15 * * * *", "America/St_Johns")
+    after_midnight = datetime(2010, 11, 7, 2, 30, 30, tzinfo=UTC)
+    assert cron.shown(ms_of(after_midnight)).isoformat() == "2010-11-07T00:00:30-02:30"
+    following = cron.after(ms_of(after_midnight))
+    assert following is not None
+    assert cron.shown(following).isoformat() == "2010-11-06T23:15:00-03:30"
+
+
 def test_zones_that_are_half_an_hour_off() -> None:
     assert ticks("0 9 * * *", KOLKATA, "2026-10-03T23:30", 1) == ["2026-10-04T09:00+05:30"]
     assert Cron("0 9 * * *", KOLKATA).after(0) == 3.5 * 3_600_000

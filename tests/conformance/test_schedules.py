@@ -307,8 +307,9 @@ async def test_a_command_that_comes_while_a_round_ends_is_not_lost(
         assert (await client.handle("wf:keiro.schedule-a").run()).round_ordinal >= 1
 
 
+@pytest.mark.parametrize("pauses", [False, True])
 async def test_between_two_rounds_it_is_seen_whole_and_can_be_commanded(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, pauses: bool
 ) -> None:
     """The process dies when the new round has begun and knows nothing yet of the one before."""
     monkeypatch.setattr(schedule, "ROUND", 3)
@@ -339,14 +340,17 @@ async def test_between_two_rounds_it_is_seen_whole_and_can_be_commanded(
         assert (row.cron, row.last_run_id) == ("0 3 * * *", handle.run_id)
         assert not await client.schedules.put("a", report, "ada", cron="0 3 * * *")
         assert await client.schedules.put("a", report, "ada", cron="0 4 * * *")
-        await client.schedules.resume("a")
-        assert await client.schedules.pause("a")
+        if pauses:
+            await client.schedules.pause("a")
+        else:
+            await client.schedules.resume("a")
         [before] = await client.schedules.list()
-        assert (before.cron, before.paused, before.last_run_id) == ("0 4 * * *", True, handle.run_id)
+        assert (before.cron, before.paused, before.last_run_id) == ("0 4 * * *", pauses, handle.run_id)
+        assert (before.next_at is None) == pauses
     async with make_engine(report) as engine:
         await parked(engine.handle("wf:keiro.schedule-a"))
         assert await engine.schedules.list() == [before]
-        assert await engine.schedules.resume("a")
+        assert await engine.schedules.resume("a") == pauses
         [row] = await engine.schedules.list()
         assert row.next_at is not None and row.next_at.hour == 4
 
@@ -565,6 +569,26 @@ async def test_a_change_takes_back_the_next_tick_of_the_old_definition(at: At) -
         await engine.schedules.put("a", report, "new", cron="15 9 * * *")
         await clock.advance(timedelta(days=1))
         assert keys() == ["a-20261201T091500Z"]
+
+
+async def test_a_change_that_comes_while_a_tick_is_dealt_with_counts_for_the_next_one(
+    at: At, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tick was decided on before, and must not bring back what was next then."""
+    tick, changed = Schedules.tick, []
+
+    async def changing(self: Schedules, *args: Any) -> Any:
+        found = await tick(self, *args)
+        if not changed:
+            changed.append(await self.put("a", report, "new", cron="15 8 * * *"))
+        return found
+
+    monkeypatch.setattr(Schedules, "tick", changing)
+    async with at("2026-12-01T07:30") as (engine, clock):
+        await engine.schedules.put("a", report, "old", cron="0 * * * *")
+        await clock.advance(3600)
+        assert keys() == ["a-20261201T080000Z", "a-20261201T081500Z"]
+        assert await engine.handle("wf:report-a-20261201T081500Z").result() == "new"
 
 
 async def test_a_worker_without_zone_data_does_not_end_the_schedule(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
