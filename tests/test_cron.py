@@ -100,7 +100,7 @@ STARRED: dict[str, Callable[[datetime], bool]] = {
 def test_what_begins_with_a_star_ticks_in_real_time_through_every_change(
     expression: str, zone: str, start: str
 ) -> None:
-    """Compared with a look at every minute; and the tick after any instant is the one in the sequence."""
+    """SC-6: Compared with a look at every minute; and the tick after any instant is the one in the sequence."""
     began = datetime.fromisoformat(start).replace(tzinfo=UTC)
     minutes = [began + timedelta(minutes=n) for n in range(1, 16 * 60)]
     wanted = [ms_of(at) for at in minutes if STARRED[expression](at.astimezone(ZoneInfo(zone)))]

@@ -75,7 +75,7 @@ def keys() -> list[str]:
 
 
 async def test_a_tick_has_one_run_whoever_drives_the_schedule(make_engine: MakeEngine) -> None:
-    """Several engines on one store: no tick is left out, and none has two runs."""
+    """SC-1: Several engines on one store: no tick is left out, and none has two runs."""
     async with make_engine(report) as one, make_engine(report) as two, make_engine(report) as three:
         await one.schedules.put("often", report, "all", keiro.TICK, cron=EVERY_SECOND)
         await until(lambda: len(set(keys())) >= 3)
@@ -90,6 +90,7 @@ async def test_a_tick_has_one_run_whoever_drives_the_schedule(make_engine: MakeE
 
 
 async def test_what_is_put_again_changes_nothing_and_another_definition_changes_it(make_engine: MakeEngine) -> None:
+    """SC-3."""
     async with make_engine(report, long_report) as engine:
         put = engine.schedules.put
         assert await put("nightly", report, "ada", cron="0 2 * * *", zone=BERLIN)
@@ -236,6 +237,8 @@ async def test_many_programs_put_the_same_schedule_as_they_start(make_engine: Ma
 async def test_a_worker_without_the_code_of_the_target_starts_it_with_the_right_input(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """SC-9."""
+
     @keiro.workflow(version="7")
     async def elsewhere(run: keiro.WorkflowRun, day: datetime, *, to: str, many: list[int], **more: Any) -> Any:
         return [day.isoformat(), to, many, more]
@@ -280,7 +283,7 @@ async def test_a_clients_schedule_waits_for_a_worker_and_is_changed_meanwhile(ma
 async def test_a_command_that_comes_while_a_round_ends_is_not_lost(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands in the round that ends, after the last thing its body has seen."""
+    """SC-4: It stands in the round that ends, after the last thing its body has seen."""
     monkeypatch.setattr(schedule, "ROUND", 2)
     async with make_engine(report) as engine, make_engine(report, worker=False) as client:
         submit = engine.store.submit
@@ -376,8 +379,8 @@ async def test_every_round_replays(make_engine: MakeEngine, monkeypatch: pytest.
 async def test_while_it_waits_nothing_is_asked_of_the_store(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty schedules cost what none costs: the renewal of the lease, and the slow look that is the net of all waits,
-    which is longer than this test here."""
+    """SC-5: twenty schedules cost what none costs, the renewal of the lease and the slow look that is the net of all
+    waits; here it is slower than the test."""
     monkeypatch.setattr("keiro.worker.SAFETY_POLL_S", 3600.0)
     async with make_engine(report) as engine:
         for n in range(20):
@@ -462,6 +465,7 @@ async def test_the_hour_that_spring_leaves_out_and_the_one_that_autumn_repeats(a
 
 
 async def test_ticks_that_were_missed_are_left_out(at: At) -> None:
+    """SC-7."""
     async with at("2026-12-01T07:30") as (engine, _):
         await engine.schedules.put("a", report, cron="0 * * * *")
         await parked(engine.handle("wf:keiro.schedule-a"))
@@ -499,6 +503,7 @@ async def test_a_backfill_makes_up_for_all_that_were_missed_up_to_a_bound(at: At
 
 
 async def test_skip_leaves_ticks_out_while_a_run_of_the_schedule_goes_on(at: At) -> None:
+    """SC-8."""
     async with at("2026-12-01T07:30", long_report) as (engine, clock):
         await engine.schedules.put("a", long_report, cron="0 * * * *")
         await engine.schedules.put("b", long_report, cron="0 * * * *", overlap="allow")

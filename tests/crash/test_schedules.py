@@ -51,7 +51,7 @@ async def completed(engine: keiro.Engine, least: int) -> list[str]:
 def test_a_kill_around_a_tick_leaves_each_tick_with_one_run(
     url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Seven boundaries of three ticks and a change of rounds, and with --soak every one."""
+    """SC-2: Seven boundaries of three ticks and a change of rounds, and with --soak every one."""
     workload.use_log(tmp_path)
 
     async def count() -> None:
