@@ -22,6 +22,7 @@ from keiro.decisions import (
     Decision,
     Deliver,
     FenceLost,
+    Links,
     Loaded,
     Need,
     Newest,
@@ -109,6 +110,13 @@ class Journal:
                     (event.step.removeprefix("awk:"), bytes(event.result).decode())
                     for event in self.events[name]
                     if isinstance(event, StepRecorded) and event.step.startswith("awk:")
+                ]
+            case Links(key):
+                return [
+                    (msgspec.json.decode(event.result, type=Spawned).run_id, self.runs[name].lineage_id)
+                    for name, events in self.events.items()
+                    for event in events
+                    if isinstance(event, StepRecorded) and event.step == child_step(key)
                 ]
             case Children(lineage, ended):
                 below = [run for run in self.runs.values() if run.parent_run_id == lineage and not run.round_ordinal]
