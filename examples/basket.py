@@ -50,7 +50,7 @@ async def main() -> None:
         await engine.command(handle.run_id, Basket.add, "desk", id="click-2")  # the same click: recorded once
         await engine.command(handle.run_id, Basket.check_out, id="click-3")
         print("result:", await handle.result())
-        basket = engine.repository.get(handle.run_id)
+        basket = await asyncio.to_thread(engine.repository.get, handle.run_id)  # it blocks: not on the event loop
         print("read back:", basket.items)
 
 

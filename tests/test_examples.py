@@ -16,6 +16,22 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT_S = 60
+KILLED = """
+import runpy, sys
+import keiro
+from keiro.testing import CrashPoints
+
+at, sys.argv = int(sys.argv[1]), sys.argv[2:]
+points, opened = [], keiro.Engine.__init__
+
+def counted(engine, *args, **kwargs):
+    opened(engine, *args, **kwargs)
+    points.append(CrashPoints(engine, at - sum(one.passed for one in points)))
+
+keiro.Engine.__init__ = counted
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs an example and kills it at a boundary of its writes, counted over all engines that it opens."""
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
@@ -64,6 +80,59 @@ def test_an_example_says_what_it_shows(name: str, arguments: list[str], said: st
     if name != "anywhere":
         # Once more: the runs are there, and nothing of them happens again.
         assert "result" in run(name, tmp_path, *arguments) or name == "changed_workflow"
+
+
+@pytest.mark.parametrize(
+    ("name", "effects"),
+    [
+        ("order_fulfilment", ["reserving lamp", "releasing the reservation of lamp"]),
+        (
+            "saga",
+            [
+                "booking the flight",
+                "booking the hotel",
+                "cancelling the hotel of Lisbon",
+                "cancelling the flight of Lisbon",
+            ],
+        ),
+        ("polling", [f"asking, time {n}" for n in range(1, 8)]),
+        ("basket", ["charging Ada for lamp, desk"]),
+        ("transactional", ["mail: order 1 is on its way"]),
+        ("changed_workflow", []),
+        ("fan_out", []),
+    ],
+)
+def test_an_example_that_is_killed_again_and_again_ends_as_if_it_never_was(
+    name: str, effects: list[str], tmp_path: Path
+) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in (undisturbed, disturbed):
+        (folder / "files").mkdir(parents=True)
+        for n in range(40):
+            (folder / "files" / f"f{n}.py").write_text("x" * n)
+    arguments = ["files"] if name == "fan_out" else []
+    expected = run(name, undisturbed, *arguments).splitlines()
+
+    printed: list[str] = []
+    kills = 0
+    while True:
+        # Each goes a little further than the one before, which has spent some of its boundaries on what that left.
+        at = 9 + 8 * kills
+        command = [sys.executable, "-u", "-c", KILLED, str(at), str(EXAMPLES / f"{name}.py"), *arguments]
+        done = subprocess.run(command, cwd=disturbed, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        lines = done.stdout.splitlines()
+        happened = [line for line in lines if line in effects]
+        if printed[-1:] == happened[:1]:
+            happened = happened[1:]  # it was under way at the kill, and not recorded: it alone may happen again
+        printed += happened
+        if done.returncode != -signal.SIGKILL:
+            break
+        kills += 1
+
+    assert done.returncode == 0, done.stderr
+    assert kills >= 2
+    assert printed == effects
+    assert lines[-1] == expected[-1]
 
 
 def test_an_order_that_waits_survives_a_kill(tmp_path: Path) -> None:
