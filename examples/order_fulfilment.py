@@ -1,8 +1,9 @@
 """An order that waits for an approval, for a day at most: a value from outside, a timeout, and a child.
 
-    python examples/order_fulfilment.py            # nobody approves: it gives up
+    python examples/order_fulfilment.py            # nobody approves within a second: it gives up
     python examples/order_fulfilment.py approve    # it ships
-    keiro complete wf:fulfil-order-1 approved --value true --url sqlite:///orders.db    # from anywhere
+    python examples/order_fulfilment.py wait       # waits for a day, and ships when this is said in another terminal:
+    keiro complete wf:fulfil-order-wait approved --value true --url sqlite:///orders.db
 
 Kill it at any moment and start it again: what was recorded does not happen twice.
 """
@@ -57,10 +58,11 @@ async def fulfil(run: keiro.WorkflowRun, order: Order, patience: float) -> str:
 
 
 async def main() -> None:
-    approve = "approve" in sys.argv[1:]
+    mode = sys.argv[1] if len(sys.argv) > 1 else "give-up"
     async with keiro.Engine("sqlite:///orders.db", workflows=[fulfil, ship]) as engine:
-        order = await engine.start(fulfil, Order("lamp", 4900), 86_400 if approve else 1, id=f"order-{int(approve)}")
-        if approve:
+        patience = 1 if mode == "give-up" else 86_400
+        order = await engine.start(fulfil, Order("lamp", 4900), patience, id=f"order-{mode}")
+        if mode == "approve":
             await engine.complete(order.run_id, "approved", True)  # before, while or after it is waited for
         print("result:", await order.result())
 

@@ -41,9 +41,13 @@ async def place(engine: keiro.Engine, connection: sqlite3.Connection, order: str
 
 async def packed(engine: keiro.Engine, connection: sqlite3.Connection, order: str) -> None:
     connection.execute("BEGIN IMMEDIATE")
-    connection.execute("UPDATE orders SET status = 'packed' WHERE id = ?", (order,))
-    await engine.complete(f"wf:confirm-{order}", "packed", None, connection=connection)
-    connection.execute("COMMIT")
+    try:
+        connection.execute("UPDATE orders SET status = 'packed' WHERE id = ?", (order,))
+        await engine.complete(f"wf:confirm-{order}", "packed", None, connection=connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
 
 
 async def main() -> None:

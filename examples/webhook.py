@@ -1,10 +1,13 @@
 """A document that a person reviews by following a link: a web application whose handlers complete a deferred.
 
-    pip install starlette uvicorn
-    python examples/webhook.py            # then POST {"verdict": "good"} to the address it prints
+    pip install starlette uvicorn         # or keiro's extra `examples`
+    python examples/webhook.py            # serves until Ctrl-C; then, in another terminal:
+    curl -X PUT http://127.0.0.1:8000/documents/plan
+    curl -d '{"verdict": "good"}' LINK    # the link that the first terminal prints
+    curl http://127.0.0.1:8000/documents/plan
 
 The link carries the token of the deferred: nobody can guess it, and whoever brings it back completes that one, in
-whatever process the run goes on.
+whatever process the run goes on. The first answer counts, for good: so the handler looks at it before it hands it over.
 """
 
 import asyncio
@@ -50,6 +53,11 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
 
 
+async def refused(request: Request, error: Exception) -> JSONResponse:
+    """A run or a token that there is not. The messages of keiro's errors are for people, and say what to do."""
+    return JSONResponse({"error": str(error)}, status_code=404)
+
+
 async def submit(request: Request) -> JSONResponse:
     name = request.path_params["name"]
     handle = await engine.start(review, name, id=name)
@@ -62,13 +70,19 @@ async def status(request: Request) -> JSONResponse:
 
 
 async def decide(request: Request) -> JSONResponse:
-    body = await request.json()
-    first = await engine.complete(token=request.path_params["token"], value=body["verdict"])
+    try:
+        verdict = (await request.json())["verdict"]
+    except (ValueError, TypeError, KeyError):
+        verdict = None
+    if not isinstance(verdict, str):
+        return JSONResponse({"error": 'send {"verdict": "..."}'}, status_code=400)
+    first = await engine.complete(token=request.path_params["token"], value=verdict)
     return JSONResponse({"counted": first})
 
 
 app = Starlette(
     lifespan=lifespan,
+    exception_handlers={keiro.RunNotFound: refused, keiro.InvalidName: refused, keiro.RunConflict: refused},
     routes=[
         Route("/documents/{name}", submit, methods=["PUT"]),
         Route("/documents/{name}", status, methods=["GET"]),

@@ -39,7 +39,7 @@ from keiro.decisions import (
 from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
-from keiro.events import Event, WorkflowStarted
+from keiro.events import Event, WorkflowCancelled, WorkflowStarted
 from keiro.failures import Failure, capture, describe, revive, summary
 from keiro.follower import ProjectionStatus
 from keiro.history import History
@@ -1039,12 +1039,22 @@ class Handle:
             workflow = self._engine._definition_of(run, self._workflow)
             return msgspec.json.decode(raw) if workflow is None else workflow.decode_result(raw)
         if run.status == Status.CANCELLED:
-            raise errors.WorkflowCancelled(f"{self.run_id} was cancelled")
+            raise errors.WorkflowCancelled(f"{self.run_id} was cancelled{await self._because(run)}")
         assert run.failure_json is not None
         failure = msgspec.json.decode(run.failure_json, type=Failure)
         failed = errors.WorkflowFailed(f"{self.run_id} failed: {summary(failure)}", failure)
         failed.add_note(describe(failure))
         raise failed from revive(failure)
+
+    async def _because(self, run: Run) -> str:
+        """The reason a run was cancelled for. It is in the journal only, in the last event, which nothing follows."""
+        found = await self._engine.store.head(run.run_id)
+        if found is not None:
+            for row in (await self._engine.store.history([run.run_key], found[1].version - 1))[run.run_key]:
+                event = self._engine.mapper.decode_row(row, run.run_id)
+                if isinstance(event, WorkflowCancelled) and event.reason:
+                    return f": {event.reason}"
+        return ""
 
     async def run(self) -> Run:
         """The operational row of the run; of its newest round."""
