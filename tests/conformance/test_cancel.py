@@ -76,7 +76,7 @@ async def test_wf_25_a_cancellation_counts_once(make_engine: MakeEngine) -> None
         assert await handle.cancel(reason="enough") is True
         assert await handle.cancel(reason="more") is False
         await cancelled(handle)
-        with pytest.raises(keiro.WorkflowCancelled, match="wf:works-a was cancelled: enough$"):
+        with pytest.raises(keiro.WorkflowCancelled, match=r"wf:works-a was cancelled: enough$"):
             await engine.handle(handle.run_id).result()
         (event,) = [one async for one in handle.events() if isinstance(one, WorkflowCancelled)]
         assert event.reason == "enough"
