@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,16 @@ def test_an_order_that_waits_survives_a_kill(tmp_path: Path) -> None:
     assert printed.count("releasing") == 1
 
 
+def test_an_order_that_waits_is_approved_from_another_terminal_after_a_kill(tmp_path: Path) -> None:
+    killed_after("order_fulfilment", tmp_path, "reserving lamp", "wait")
+    said = re.search(r"^    keiro (complete .*)$", (EXAMPLES / "order_fulfilment.py").read_text(), re.MULTILINE)
+    assert said is not None
+    approve = [sys.executable, "-m", "keiro.cli", *said[1].split()]
+    done = subprocess.run(approve, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert run("order_fulfilment", tmp_path, "wait").endswith("result: parcel-lamp\n")
+
+
 def test_polling_goes_on_in_its_round_after_a_kill(tmp_path: Path) -> None:
     before = killed_after("polling", tmp_path, "asking, time 5")
     after = run("polling", tmp_path).splitlines()
@@ -181,6 +193,13 @@ def test_a_review_is_decided_by_its_link_after_a_kill(tmp_path: Path) -> None:
         first.communicate()
     second = start("webhook", tmp_path, str(port))
     try:
+        # What is refused does not count: the first answer is for good.
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            asked(link, "POST", {"verdict": 5})
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            asked(f"http://127.0.0.1:{port}/reviews/guessed", "POST", {"verdict": "bad"})
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            asked(f"http://127.0.0.1:{port}/documents/unknown", "GET")
         assert asked(link, "POST", {"verdict": "good"}) == {"counted": True}
         assert asked(link, "POST", {"verdict": "bad"}) == {"counted": False}
         until = time.monotonic() + LIMIT_S
