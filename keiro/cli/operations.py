@@ -14,6 +14,7 @@ import msgspec
 from keiro.cli import output
 from keiro.cli.driving import described_queues, load_module, load_workflow, parse_input
 from keiro.cli.operating import Node, Told
+from keiro.cli.reading import must_exist
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.identity import lineage_of
@@ -23,9 +24,11 @@ from keiro.rows import Run, Status
 
 
 @asynccontextmanager
-async def client(url: str, *, migrate: bool | None = None) -> AsyncIterator[Engine]:
-    """An engine that drives nothing."""
-    async with Engine(url, worker=False, migrate=migrate) as engine:
+async def client(url: str) -> AsyncIterator[Engine]:
+    """An engine that drives nothing, on a journal that exists: a mistaken URL makes no new one, and a look at an older
+    one does not upgrade it under the processes that use it."""
+    must_exist(url)
+    async with Engine(url, worker=False, migrate=False) as engine:
         yield engine
 
 

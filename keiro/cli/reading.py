@@ -80,7 +80,14 @@ def journal(url: str) -> Iterator[Journal]:
                 yield found
 
 
-def _open_file(path: str) -> sqlite3.Connection:
+def must_exist(url: str) -> None:
+    """Raise `StoreUnavailable` where `url` names a file that does not exist."""
+    store = open_store(url)
+    if isinstance(store, SQLiteStore):
+        _check_file(store.path)
+
+
+def _check_file(path: str) -> None:
     if not os.path.exists(path):
         raise StoreUnavailable(
             f"there is no file {path}: check --url and $KEIRO_URL, and the folder the command is run in. "
@@ -88,6 +95,10 @@ def _open_file(path: str) -> sqlite3.Connection:
         )
     if os.path.isdir(path):
         raise StoreUnavailable(f"{path} is a folder. Give the path of a file in it")
+
+
+def _open_file(path: str) -> sqlite3.Connection:
+    _check_file(path)
     # A file in WAL mode needs two more beside it. Who may not write would leave them behind, and the engine's user
     # could not write those; without them nobody has the file open, so it can be read as one that does not change.
     if all(_may_write(one) for one in (path, os.path.dirname(os.path.abspath(path)))):

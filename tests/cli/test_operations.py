@@ -125,6 +125,26 @@ def test_what_cannot_be_done_says_why(tmp_path: Path, command: list[str], messag
     assert os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["children", "wf:leaf-a"],
+        ["tree", "wf:leaf-a"],
+        ["cancel", "wf:leaf-a", "--yes"],
+        ["resurrect", "wf:leaf-a"],
+        ["complete", "wf:leaf-a", "more"],
+        ["gc", "--older-than", "1d"],
+        ["doctor"],
+        ["schedules", "list"],
+    ],
+)
+def test_a_mistaken_url_makes_no_new_file(tmp_path: Path, command: list[str]) -> None:
+    done = Shell(tmp_path)(*command, "--url", "sqlite:///none.db")
+    assert done.returncode == 2
+    assert "there is no file none.db" in done.stderr
+    assert not (tmp_path / "none.db").exists()
+
+
 def test_what_ended_is_listed_first_and_then_deleted(shell: Shell) -> None:
     shell("start", "waiting:leaf", "--id", "a")
     shell("complete", "wf:leaf-a", "more", "--value", "7")
