@@ -1,4 +1,4 @@
-"""The programs of the guide run as they are printed."""
+"""The programs of the guide run as they are printed, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-GUIDES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PROGRAM = re.compile(r"^## (.+?)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTEST = ["-m", "pytest", "-q", "-p", "keiro.testing.plugin", "-o", "asyncio_mode=auto"]
 # Older versions of pytest-asyncio ask for it.
@@ -44,3 +45,26 @@ def test_a_program_of_the_guide_runs(heading: str, program: str, tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *GUIDES], ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.is_file(), f"{target}: there is no such file"
+        assert not anchor or anchor in anchors(linked), f"{target}: {linked.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_readme_leads_to_every_page(page: Path) -> None:
+    assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
