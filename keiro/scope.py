@@ -287,7 +287,8 @@ class Scope(metaclass=ABCMeta):
         key, the workflow and a number); a child with that id that this run has is attached to. `on_cancel` says what
         becomes of it when this run is cancelled: `cancel`, or `detach` to let it go on. `priority` is its place among
         the runs that wait for a worker, the lowest first. Raises `RunConflict` for a run that is another's, was started
-        on its own and has not ended, or has another input.
+        on its own and has not ended, or has another input. What this round has spawned already is given again without
+        a look at the input.
         """
         from keiro.run import workflow_of
 
