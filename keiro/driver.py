@@ -414,9 +414,8 @@ class Driver:
                     # The effect has happened: its record must not be lost to an outage, or to a read model that cannot
                     # fold it. Nothing was written (or it was, and its id tells), so the same event is sent again, at
                     # the version the run now has.
-                    if self.over and self.run.terminal and events[0].event.__class__ in (StepRecorded, AttemptFailed):
-                        # A task that the body left behind, while or after the run's end is recorded: its record would
-                        # be refused for that, so neither an engine that closes nor an outage is news to it.
+                    if self._left_behind(events):
+                        # Its record would be refused, so neither an engine that closes nor an outage is news to it.
                         raise RunSealed(_sealed(self.run.run_id)) from error
                     what = "record_refused" if isinstance(error, ProjectionFailed) else "store_away"
                     self.host.report(what, self.run.run_id, error=str(error))
@@ -447,6 +446,8 @@ class Driver:
                 self.lost = True
                 self.seal()
                 match outcome:
+                    case _ if self._left_behind(events):
+                        pass  # nobody has taken the run: it gave up its owner when it ended
                     case FenceLost():
                         self.host.report("fence_lost", self.run.run_id)
                     case RefusedTerminal():
@@ -454,6 +455,10 @@ class Driver:
                 raise RunSealed(_sealed(self.run.run_id))
         finally:
             self._recording -= 1
+
+    def _left_behind(self, events: tuple[New, ...]) -> bool:
+        """Whether these are of a task that the body left behind, while or after the end of the run is recorded."""
+        return self.over and self.run.terminal and events[0].event.__class__ in (StepRecorded, AttemptFailed)
 
     def _send(
         self, events: tuple[New, ...], at_ms: int, alone: bool, exact: bool, within: Within | None

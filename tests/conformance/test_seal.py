@@ -286,3 +286,32 @@ async def test_a_task_left_behind_by_a_failed_body_ends_quietly_with_the_engine(
         [outcome] = await asyncio.gather(*left, return_exceptions=True)
     assert isinstance(outcome, keiro.RunSealed)
     assert "does not answer" not in caplog.text
+
+
+async def test_a_task_left_behind_by_a_failed_body_is_not_taken_for_a_takeover(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def lingers() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        left.append(task)
+        await gate["go"].wait()
+
+    async def fails() -> None:
+        raise ValueError("the first of two")
+
+    @keiro.workflow
+    async def greedy(run: keiro.WorkflowRun) -> None:
+        await asyncio.gather(run.step(lingers), run.step(fails))
+
+    caplog.set_level("INFO", logger="keiro")
+    async with make_engine(greedy) as engine:
+        with pytest.raises(keiro.WorkflowFailed, match="the first of two"):
+            await engine.execute(greedy, id="a")
+        gate["go"].set()
+        async with asyncio.timeout(20):
+            [outcome] = await asyncio.gather(*left, return_exceptions=True)
+    assert isinstance(outcome, keiro.RunSealed)
+    assert "driven by another worker" not in caplog.text
