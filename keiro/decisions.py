@@ -24,6 +24,8 @@ from keiro.events import (
     StepRecorded,
     StepRetracted,
     WorkflowCancelled,
+    WorkflowCompleted,
+    WorkflowFailed,
     WorkflowResurrected,
     WorkflowRetried,
     WorkflowStarted,
@@ -35,6 +37,7 @@ from keiro.projections.waits import Change, Exit, Spawned, changes, exit_of
 from keiro.rows import Head, Run, Status
 
 CANCELLED: Final = "__workflow_cancelled__"
+REQUESTED: Final = "__workflow_cancel_requested__"
 
 
 class _SpawnRecorded(msgspec.Struct, frozen=True, gc=False):
@@ -45,7 +48,7 @@ class _SpawnRecorded(msgspec.Struct, frozen=True, gc=False):
 
 _encoder: Final = msgspec.json.Encoder()
 _decode_spawned: Final = msgspec.json.Decoder(_SpawnRecorded).decode
-_decode_parked: Final = msgspec.json.Decoder(StateChanged).decode
+_decode_state: Final = msgspec.json.Decoder(StateChanged).decode
 _sorted: Final = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -132,11 +135,19 @@ class Rotate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """Cancel the newest round of a lineage, and children of it that are to be cancelled with it."""
+    """Cancel the newest round of a lineage, and children of it that are to be cancelled with it; where a run has a
+    cleanup, ask it to end."""
 
     run_id: str
     at_ms: int
     reason: str | None = None
+
+
+class EndGrace(msgspec.Struct, frozen=True, gc=False):
+    """Cancel a run that was asked to end and has not, if its grace is over."""
+
+    run_id: str
+    at_ms: int
 
 
 class Resurrect(msgspec.Struct, frozen=True, gc=False):
@@ -244,7 +255,9 @@ class Links(msgspec.Struct, frozen=True, gc=False):
 
 
 Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds | Links
-Command: TypeAlias = Start | Append | Deliver | Spawn | Rotate | Cancel | Resurrect | Retract | Fire | Collect
+Command: TypeAlias = (
+    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Resurrect | Retract | Fire | Collect
+)
 
 
 class Appended(msgspec.Struct, frozen=True, gc=False):
@@ -375,6 +388,8 @@ def decide(command: Command) -> Deciding:
             return _rotate(command)
         case Cancel():
             return _cancel(command)
+        case EndGrace():
+            return _end_grace(command)
         case Resurrect():
             return _resurrect(command)
         case Retract():
@@ -448,7 +463,13 @@ def _refused(command: Append, loaded: Loaded | None) -> Outcome | None:
     # Steps of the run do not change what a command was decided on; another command does.
     if loaded.overtaken or (command.exact and head.version != command.expected):
         return VersionConflict(head.version)
+    # Once it is asked to end, a run ends in one way: its owner, who has not heard of it, reads on and finds out.
+    if run.cancel_requested_at_ms is not None and isinstance(command.events[-1].event, _OTHER_ENDS):
+        return VersionConflict(head.version)
     return None
+
+
+_OTHER_ENDS: Final = (WorkflowCompleted, WorkflowFailed, WorkflowRetried)
 
 
 def _write(loaded: Loaded, events: tuple[New, ...], at_ms: int) -> Write:
@@ -548,6 +569,9 @@ def _spawn(command: Spawn) -> Deciding:
     if refused is not None:
         return Decision(refused)
     assert parent is not None
+    if parent.run.cancel_requested_at_ms is not None:
+        # Its children were cancelled with the request: a later one would be left alone.
+        return Decision(VersionConflict(parent.head.version))
     lineage = parent.run.lineage_id
     if start.run_id == lineage:
         return Decision(Refused(f"{lineage} cannot be a child of itself"))
@@ -620,24 +644,72 @@ def _cancel(command: Cancel) -> Deciding:
         return Decision(UnknownRun())
     if newest.run.terminal:
         return Decision(RefusedTerminal(newest.run.status))
-
-    def cancelled(loaded: Loaded) -> Write:
-        event = WorkflowCancelled(reason=command.reason)
-        return _write(loaded, (new(event, _ids_of(loaded.run)(CANCELLED)),), command.at_ms)
-
-    writes = [cancelled(newest)]
-    yield from _tell_parent(writes, writes[0])
-    todo = [newest.run.lineage_id]
-    seen = set(todo)
+    event = yield from _stopped(newest, command)
+    if event is None:
+        asked: Loaded = yield One(newest.run.run_id, _ids_of(newest.run)(REQUESTED))
+        assert asked.present is not None
+        return Decision(AlreadyPresent(asked.present))
+    # All that is appended, by run, until it is known: a parent that lives on is told of the children that end.
+    appended: dict[str, tuple[Loaded, list[New]]] = {newest.run.run_id: (newest, [event])}
+    todo = [newest]
+    seen = {newest.run.lineage_id}
     while todo:
-        below: list[Run] = yield Children(todo.pop())
+        parent = todo.pop()
+        below: list[Run] = yield Children(parent.run.lineage_id)
         for child in below:
-            if child.on_cancel != "detach" and child.run_id not in seen:
-                seen.add(child.run_id)
-                todo.append(child.run_id)
-                last: Loaded = yield Newest(child.run_id)
-                if not last.run.terminal:
-                    writes.append(cancelled(last))
+            if child.on_cancel == "detach" or child.run_id in seen:
+                continue
+            seen.add(child.run_id)
+            last: Loaded = yield Newest(child.run_id)
+            todo.append(last)
+            event = None if last.run.terminal else (yield from _stopped(last, command))
+            if event is None:
+                continue
+            appended[last.run.run_id] = (last, [event])
+            if isinstance(event.event, WorkflowCancelled) and parent.run.run_id in appended:
+                above = appended[parent.run.run_id][1]
+                if not isinstance(above[0].event, WorkflowCancelled):
+                    payload = _encoder.encode(exit_of(event.event))
+                    _, told = yield from _recorded(parent.run, child_result_step(child.key), payload)
+                    if told is not None:
+                        above.append(told)
+    writes = [_write(loaded, tuple(events), command.at_ms) for loaded, events in appended.values()]
+    if writes[0].run.terminal:
+        yield from _tell_parent(writes, writes[0])
+    return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+def _stopped(loaded: Loaded, command: Cancel) -> Generator[Need, Any, New | None]:
+    """The event that a cancellation appends to a run: its end; where it has a cleanup, a request; None where it has
+    been asked already and has time left."""
+    run, over = loaded.run, loaded.run.grace_over_ms
+    if run.cleanup_ms is None:
+        return new(WorkflowCancelled(reason=command.reason), _ids_of(run)(CANCELLED))
+    if over is None:
+        return new(StateChanged(state="cancel_requested", reason=command.reason), _ids_of(run)(REQUESTED))
+    return None if command.at_ms < over else (yield from _given_up(run))
+
+
+def _given_up(run: Run) -> Generator[Need, Any, New]:
+    """The end of a run whose grace is over, for the reason it was asked to end for."""
+    asked: Loaded = yield One(run.run_id, _ids_of(run)(REQUESTED))
+    assert asked.present is not None
+    reason = _decode_state(asked.present.payload).reason
+    return new(WorkflowCancelled(reason=reason), _ids_of(run)(CANCELLED))
+
+
+def _end_grace(command: EndGrace) -> Deciding:
+    loaded: Loaded | None = yield One(command.run_id)
+    if loaded is None:
+        return Decision(UnknownRun())
+    if loaded.run.terminal:
+        return Decision(RefusedTerminal(loaded.run.status))
+    over = loaded.run.grace_over_ms
+    if over is None or command.at_ms < over:
+        return Decision(Refused("it is not asked to end, or has time left"))
+    event = yield from _given_up(loaded.run)
+    writes = [_write(loaded, (event,), command.at_ms)]
+    yield from _tell_parent(writes, writes[0])
     return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
 
 
@@ -715,7 +787,7 @@ def _fire(command: Fire) -> Deciding:
     if loaded.present is None or loaded.run.status != Status.SUSPENDED or loaded.head.version != command.version:
         # Something came after it was parked: whoever drives the run on decides what was first.
         return Decision(VersionConflict(loaded.head.version))
-    waits = _decode_parked(loaded.present.payload).waits
+    waits = _decode_state(loaded.present.payload).waits
     due = [(wait.due_at_ms, wait.step) for wait in waits if wait.kind in ("sleep", "timeout")]
     events: list[New] = []
     for _, step in sorted((at, step) for at, step in due if at is not None and at <= command.at_ms):

@@ -90,6 +90,8 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The patches that the program which began the round had: for this round they are decided."""
     priority: int = 0
     """Where the run stands among those that wait for a worker: the lowest first."""
+    cleanup_ms: int | None = None
+    """How long the body may take to end once it is asked to; None where it is not asked, but cancelled at once."""
 
 
 class StepRecorded(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -137,7 +139,8 @@ class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The run is parked (`suspended`, with what it waits for), or a clock of it was set (`clock_scheduled`)."""
+    """The run is parked (`suspended`, with what it waits for), a clock of it was set (`clock_scheduled`), or it is
+    asked to end (`cancel_requested`)."""
 
     TOPIC: ClassVar[str] = "StateChanged"
 
@@ -145,6 +148,8 @@ class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):
     waits: tuple[Wait, ...] = ()
     consumed: tuple[str, ...] = ()
     """The deferreds whose completions the body has taken since it said so last."""
+    reason: str | None = None
+    """Why it is asked to end."""
 
 
 class StepRetracted(Event, frozen=True, kw_only=True, omit_defaults=True):

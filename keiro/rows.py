@@ -57,11 +57,20 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The next round, where this one has handed off to it."""
     priority: int = 0
     """Of the runs that wait for a worker, those with the lowest come first."""
+    cleanup_ms: int | None = None
+    """How long the body may take to end once a cancellation is requested; None where it ends the run at once."""
 
     @property
     def terminal(self) -> bool:
         """Whether the run has ended."""
         return self.status in TERMINAL
+
+    @property
+    def grace_over_ms(self) -> int | None:
+        """When a run that is asked to end is cancelled whatever its body does; None for one that is not asked."""
+        if self.cancel_requested_at_ms is None or self.cleanup_ms is None:
+            return None
+        return self.cancel_requested_at_ms + self.cleanup_ms
 
 
 class Head(msgspec.Struct, kw_only=True, gc=False):

@@ -21,6 +21,7 @@ from keiro.decisions import (
     Completions,
     Decision,
     Deliver,
+    EndGrace,
     FenceLost,
     Links,
     Loaded,
@@ -50,6 +51,7 @@ from keiro.events import (
     WorkflowCompleted,
     WorkflowFailed,
     WorkflowResurrected,
+    WorkflowRetried,
     WorkflowStarted,
 )
 from keiro.failures import capture
@@ -156,12 +158,21 @@ def owned(journal: Journal, name: str, event: Event, step: str, **more: Any) -> 
     return Append(name, (one,), 2, **options)
 
 
-def spawn(journal: Journal, parent: str, child: str, n: int = 0, on_cancel: str = "cancel", **more: Any) -> Spawn:
+def spawn(
+    journal: Journal,
+    parent: str,
+    child: str,
+    n: int = 0,
+    on_cancel: str = "cancel",
+    cleanup_ms: int | None = None,
+    **more: Any,
+) -> Spawn:
     parts = parse_run_id(child)
     link = Spawned(child, parts.workflow, parts.key, on_cancel)
     event = StepRecorded(step=child_step(parts.key), result=Raw(msgspec.json.encode(link)))
     append = owned(journal, parent, event, child_step(parts.key), alone=False, **more)
-    return Spawn(append, start(child, n, parent=journal.runs[parent].lineage_id, on_cancel=on_cancel))
+    lineage = journal.runs[parent].lineage_id
+    return Spawn(append, start(child, n, parent=lineage, on_cancel=on_cancel, cleanup_ms=cleanup_ms))
 
 
 def ended(journal: Journal, name: str, event: Event) -> Append:
@@ -374,6 +385,127 @@ def test_cancelling_ends_the_newest_round(journal: Journal) -> None:
     assert journal.runs[PARENT].status == Status.COMPLETED
 
 
+# Asking to end
+
+
+@pytest.fixture
+def tidy(journal: Journal) -> Journal:
+    """A run with a cleanup of 100 ms, which owns a child without and a child with one; all three are owned."""
+    journal.send(start("wf:tidy-t", cleanup_ms=100))
+    journal.own("wf:tidy-t")
+    journal.send(spawn(journal, "wf:tidy-t", CHILD))
+    journal.send(spawn(journal, "wf:tidy-t", "wf:tidy-u", cleanup_ms=50))
+    journal.own(CHILD)
+    journal.own("wf:tidy-u")
+    return journal
+
+
+TIDY = "wf:tidy-t"
+
+
+def test_a_run_with_a_cleanup_is_asked_once_and_stays_with_its_owner(tidy: Journal) -> None:
+    asked = tidy.send(Cancel(TIDY, 5, "enough"))
+    again = tidy.send(Cancel(TIDY, 6, "more"))
+
+    run = tidy.runs[TIDY]
+    assert isinstance(asked.outcome, Appended) and isinstance(again.outcome, AlreadyPresent)
+    assert again.writes == ()
+    assert (run.status, run.cancel_requested_at_ms, tidy.heads[TIDY].owner) == (Status.RUNNING, 5, WORKER)
+    requests = [event for event in tidy.events[TIDY] if isinstance(event, StateChanged)]
+    assert [(event.state, event.reason) for event in requests] == [("cancel_requested", "enough")]
+
+
+def test_children_of_a_run_that_is_asked_are_cancelled_or_asked_too(tidy: Journal) -> None:
+    decision = tidy.send(Cancel(TIDY, 5, "enough"))
+
+    assert [write.run_id for write in decision.writes] == [TIDY, CHILD, "wf:tidy-u"]
+    assert tidy.runs[CHILD].status == Status.CANCELLED
+    assert tidy.runs["wf:tidy-u"].cancel_requested_at_ms == 5
+    assert tidy.steps(TIDY)[RESULT] == {"cancelled": "enough"}
+    assert child_result_step("u") not in tidy.steps(TIDY)
+    tidy.send(owned(tidy, "wf:tidy-u", WorkflowCancelled(reason="enough"), "__workflow_cancelled__", alone=False))
+    assert tidy.steps(TIDY)[child_result_step("u")] == {"cancelled": "enough"}
+
+
+def test_a_child_is_asked_where_its_parent_is_cancelled(journal: Journal) -> None:
+    journal.send(spawn(journal, PARENT, "wf:tidy-u", cleanup_ms=50))
+
+    journal.send(Cancel(PARENT, 5, "enough"))
+
+    assert journal.runs[PARENT].status == Status.CANCELLED
+    assert journal.runs["wf:tidy-u"].status == Status.PENDING
+    assert journal.runs["wf:tidy-u"].cancel_requested_at_ms == 5
+
+
+def test_what_was_asked_to_end_ends_in_no_other_way(tidy: Journal) -> None:
+    tidy.send(Cancel(TIDY, 5))
+    version = tidy.heads[TIDY].version
+
+    for event in (COMPLETED, WorkflowFailed(failure=FAILURE)):
+        assert tidy.send(ended(tidy, TIDY, event)).outcome == VersionConflict(version)
+    retried = WorkflowRetried(attempt=1, failure=FAILURE, next_attempt_at_ms=9)
+    assert tidy.send(ended(tidy, TIDY, retried)).outcome == VersionConflict(version)
+    assert tidy.send(spawn(tidy, TIDY, "wf:ship-late")).outcome == VersionConflict(version)
+    following = ended(tidy, TIDY, WorkflowCompleted(handoff="wf:tidy-t#1"))
+    assert tidy.send(Rotate(following, start("wf:tidy-t#1", round=1, lineage=TIDY, parent=TIDY))).outcome == (
+        VersionConflict(version)
+    )
+    step = tidy.send(owned(tidy, TIDY, StepRecorded(step="undo", result=Raw(b"1")), "undo"))
+    assert isinstance(step.outcome, Appended)
+    marker = owned(tidy, TIDY, WorkflowCancelled(), "__workflow_cancelled__", alone=False)
+    assert isinstance(tidy.send(marker).outcome, Appended)
+    assert tidy.runs[TIDY].status == Status.CANCELLED
+
+
+def test_an_end_that_came_first_is_not_asked(tidy: Journal) -> None:
+    tidy.send(ended(tidy, TIDY, COMPLETED))
+
+    assert tidy.send(Cancel(TIDY, 5)).outcome == RefusedTerminal(Status.COMPLETED)
+
+
+def test_a_parked_or_paced_run_that_is_asked_is_to_be_driven_now(journal: Journal) -> None:
+    for name, event in (
+        ("wf:tidy-a", StateChanged(state="suspended", waits=(Wait("sleep", "sleep:x", 90),))),
+        ("wf:tidy-b", WorkflowRetried(attempt=1, failure=FAILURE, next_attempt_at_ms=90)),
+    ):
+        journal.send(start(name, cleanup_ms=100))
+        journal.own(name)
+        journal.send(owned(journal, name, event, "leaves", alone=False))
+        journal.send(Cancel(name, 5))
+        run = journal.runs[name]
+        assert (run.status, run.next_attempt_at_ms, run.wake_at_ms) == (Status.PENDING, None, None)
+        assert (run.waiting_reason, run.waiting_token, journal.heads[name].owner) == (None, None, None)
+    journal.send(start("wf:tidy-c", cleanup_ms=100, start_at_ms=90))
+    journal.send(Cancel("wf:tidy-c", 5))
+    assert journal.runs["wf:tidy-c"].next_attempt_at_ms is None
+
+
+@pytest.mark.parametrize(
+    "command", [lambda at: EndGrace(TIDY, at), lambda at: Cancel(TIDY, at, "again")], ids=["a worker", "who cancels"]
+)
+def test_whoever_finds_the_grace_over_ends_the_run(tidy: Journal, command: Callable[[int], Command]) -> None:
+    tidy.send(Cancel(TIDY, 5, "enough"))
+
+    early = tidy.send(command(104))
+    late = tidy.send(command(105))
+
+    assert early.writes == () and isinstance(late.outcome, Appended)
+    assert tidy.runs[TIDY].status == Status.CANCELLED and tidy.heads[TIDY].owner is None
+    assert tidy.events[TIDY][-1] == WorkflowCancelled(reason="enough")
+    assert tidy.send(EndGrace(TIDY, 200)).outcome == RefusedTerminal(Status.CANCELLED)
+    assert tidy.send(EndGrace(PARENT, 200)).writes == ()
+    assert tidy.send(EndGrace("wf:tidy-nobody", 200)).outcome == UnknownRun()
+
+
+def test_a_request_is_for_the_newest_round(tidy: Journal) -> None:
+    following = rotated(tidy, TIDY)
+
+    tidy.send(Cancel(TIDY, 5))
+
+    assert tidy.runs[following].cancel_requested_at_ms == 5
+    assert tidy.runs[TIDY].status == Status.COMPLETED
+
+
 # Rounds
 
 
@@ -382,7 +514,9 @@ def rotated(journal: Journal, name: str, *consumed: str) -> str:
     run = journal.runs[name]
     following = run_id(run.workflow, run.key, run.round_ordinal + 1)
     ending = ended(journal, name, WorkflowCompleted(handoff=following))
-    begun = start(following, round=run.round_ordinal + 1, lineage=run.lineage_id, parent=name)
+    begun = start(
+        following, round=run.round_ordinal + 1, lineage=run.lineage_id, parent=name, cleanup_ms=run.cleanup_ms
+    )
     decision = journal.send(Rotate(ending, replace(begun, owner=WORKER), frozenset(consumed)))
     assert isinstance(decision.outcome, Appended)
     return following

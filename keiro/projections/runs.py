@@ -50,6 +50,7 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
                 deadline_at_ms=event.deadline_at_ms,
                 next_attempt_at_ms=event.start_at_ms,
                 priority=event.priority,
+                cleanup_ms=event.cleanup_ms,
             )
         case WorkflowCompleted() if run is not None:
             after = _ended(run, Status.COMPLETED, at_ms, result_json=bytes(event.result).decode())
@@ -68,6 +69,8 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
             )
         case StateChanged(state="suspended") if run is not None:
             return _suspended(run, event)
+        case StateChanged(state="cancel_requested") if run is not None:
+            return _asked(run, at_ms)
         case WorkflowResurrected() if run is not None:
             if event.parent is not None:
                 run = replace(run, parent_run_id=event.parent, on_cancel=event.on_cancel)
@@ -105,6 +108,14 @@ def _suspended(run: Run, event: StateChanged) -> Run:
         waiting_reason=shown.kind,
         waiting_token=shown.step,
     )
+
+
+def _asked(run: Run, at_ms: int) -> Run:
+    """Whoever has it goes on with it, and else it is to be driven now: whatever it waited for is not waited for."""
+    asked = replace(run, cancel_requested_at_ms=at_ms)
+    if run.status == Status.RUNNING:
+        return asked
+    return replace(asked, status=Status.PENDING, next_attempt_at_ms=None, **_NO_WAIT)
 
 
 def _wakes(run: Run, event: Event) -> bool:

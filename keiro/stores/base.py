@@ -181,6 +181,9 @@ class Store(Protocol):
         """The ids and versions of parked runs of these workflows whose time has come, the longest due first; at most
         `MOST_WRITTEN`."""
 
+    async def asked(self) -> list[tuple[str, int]]:
+        """The ids of all runs that are asked to end and have not, and when their grace is over."""
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced or parked run of these workflows is due."""
 
@@ -304,11 +307,11 @@ def known_and_left(batch: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 
 
 def is_plain(command: Start) -> bool:
-    """Whether a run is born as most are: at once, with no parent, in round 0, of priority 0."""
+    """Whether a run is born as most are: at once, with no parent and no cleanup, in round 0, of priority 0."""
     started = command.started.event
     assert isinstance(started, WorkflowStarted)
-    special = (started.parent, started.attributes, started.deadline_at_ms, started.start_at_ms)
-    return started.round == 0 and started.priority == 0 and special == (None, None, None, None)
+    special = (started.parent, started.attributes, started.deadline_at_ms, started.start_at_ms, started.cleanup_ms)
+    return started.round == 0 and started.priority == 0 and special == (None, None, None, None, None)
 
 
 class Queue:

@@ -98,6 +98,7 @@ class Database:
         self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
         self.under: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         self.due: set[int] = set()
+        self.asked: set[str] = set()
         self.held: dict[int, str] = {}  # of runs that are owned: the queue a slot of which they hold
         self.starts: dict[str, dict[int, int]] = {}
 
@@ -108,6 +109,10 @@ class Database:
             self.pending.add(run.run_key)
         else:
             self.pending.discard(run.run_key)
+        if run.cancel_requested_at_ms is not None and not run.terminal:
+            self.asked.add(run.run_id)
+        else:
+            self.asked.discard(run.run_id)
         if run.status == Status.SUSPENDED and run.wake_at_ms is not None:
             self.due.add(run.run_key)
         else:
@@ -560,6 +565,12 @@ class MemoryStore:
         with self._db.lock:
             found = self._db.parked(self.now_ms(), workflows)[:MOST_WRITTEN]
             return [(run.run_id, self._heads[run.run_key].version) for run in found]
+
+    async def asked(self) -> list[tuple[str, int]]:
+        """Runs that are asked to end."""
+        with self._db.lock:
+            runs = [self._runs[name] for name in self._db.asked]
+            return [(run.run_id, over) for run in runs if (over := run.grace_over_ms) is not None]
 
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""

@@ -897,6 +897,10 @@ class PostgresStore:
         rows = await self._select(*self._sql.due(workflows, self.now_ms()))
         return [(run_id, int(version)) for run_id, version in rows]
 
+    async def asked(self) -> list[tuple[str, int]]:
+        """Runs that are asked to end."""
+        return [(run_id, int(over)) for run_id, over in await self._select(self._sql.text.asked, ())]
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
         ((found,),) = await self._select(*self._sql.next_due(workflows))

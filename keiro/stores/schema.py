@@ -118,6 +118,7 @@ runs: Final = Table(
     Column("cancel_requested_at_ms", _BIGINT),
     Column("handoff_run_id", _ID),
     Column("priority", Integer, nullable=False, server_default=text("0")),
+    Column("cleanup_ms", _BIGINT),
     UniqueConstraint("run_id", name="keiro_runs_run_id_key"),
     _partial(
         "keiro_runs_pending_idx",
@@ -168,6 +169,11 @@ runs: Final = Table(
         "finished_at_ms",
         "run_key",
         where="finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
+    ),
+    _partial(
+        "keiro_runs_asked_idx",
+        "cancel_requested_at_ms",
+        where="cancel_requested_at_ms IS NOT NULL AND finished_at_ms IS NULL",
     ),
     _partial("keiro_runs_parent_idx", "parent_run_id", where="parent_run_id IS NOT NULL"),
     _partial("keiro_runs_lineage_idx", "lineage_id", "round_ordinal", where="round_ordinal > 0", unique=True),

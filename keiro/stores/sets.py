@@ -17,6 +17,7 @@ Row: TypeAlias = tuple[Any, ...]
 
 _KINDS: Final = {
     **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority"), "bigint"),
+    "cleanup_ms": "bigint",
     **dict.fromkeys(("created_at", "updated_at", "completed_at"), "timestamptz"),
     "event_id": "uuid",
     "failed": "boolean",

@@ -49,7 +49,7 @@ MUTABLE: Final = (
 _INTEGERS: Final = tuple(
     name
     for name in RUN_COLUMNS
-    if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts", "priority")
+    if name.endswith("_at_ms") or name in ("run_key", "round_ordinal", "attempts", "priority", "cleanup_ms")
 )
 MOST_KEYS: Final = 10_000
 """Of so many runs a statement speaks at most: Postgres takes 65 535 parameters, SQLite 32 766."""
@@ -279,6 +279,10 @@ class Tables:
                 )
             parts.append(part)
         self.unregistered = f"WITH RECURSIVE {', '.join(walks)} {' UNION '.join(parts)}"
+        self.asked = (
+            f"SELECT run_id, cancel_requested_at_ms + cleanup_ms FROM {runs}"
+            " WHERE cancel_requested_at_ms IS NOT NULL AND finished_at_ms IS NULL"
+        )
         self.owned = f"SELECT run_key, version FROM {heads} WHERE owner = ?"
         shown = "to_char({} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"+00:00\"')" if schema else "{}"
         columns = [shown.format(name) if name in TIMESTAMPS else name for name in ChildRow.__struct_fields__]

@@ -610,6 +610,10 @@ class SQLiteStore:
         """Parked runs whose time has come."""
         return [(run_id, version) for run_id, version in self._select(*self._sql.due(workflows, self.now_ms()))]
 
+    async def asked(self) -> list[tuple[str, int]]:
+        """Runs that are asked to end."""
+        return [(run_id, over) for run_id, over in self._select(self._sql.text.asked, ())]
+
     async def next_due_ms(self, workflows: Sequence[str]) -> int | None:
         """When the next paced run is due."""
         found: int | None = self._select(*self._sql.next_due(workflows))[0][0]

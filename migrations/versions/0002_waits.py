@@ -27,6 +27,7 @@ def _tables(d: ddl.Dialect) -> list[str]:
     return [
         f"ALTER TABLE {runs} ADD COLUMN handoff_run_id {d.id}",
         f"ALTER TABLE {runs} ADD COLUMN {d.count('priority', -(2**31 - 1))} NOT NULL DEFAULT 0",
+        f"ALTER TABLE {runs} ADD COLUMN {d.integer('cleanup_ms')}",
         f"ALTER TABLE {d.table('keiro_run_heads')} ADD COLUMN queue {d.id}",
         f"""CREATE TABLE {d.table("keiro_queue_starts")} (
     queue {d.id} NOT NULL CHECK (length(queue) > 0),
@@ -105,6 +106,9 @@ def _indexes(d: ddl.Dialect) -> list[str]:
         # What has ended, in the order of ends: retention begins with the oldest and looks at nothing that is younger.
         f"CREATE INDEX keiro_runs_finished_idx ON {runs} (finished_at_ms, run_key)"
         " WHERE finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
+        # Runs that are asked to end and have not: few, for a while.
+        f"CREATE INDEX keiro_runs_asked_idx ON {runs} (cancel_requested_at_ms)"
+        " WHERE cancel_requested_at_ms IS NOT NULL AND finished_at_ms IS NULL",
         f"CREATE INDEX keiro_run_heads_queue_idx ON {d.table('keiro_run_heads')} (queue, owner)"
         " WHERE queue IS NOT NULL AND owner IS NOT NULL",
         f"CREATE INDEX keiro_clock_deadlines_pending_idx ON {clocks} (completed_at_ms, due_at_ms)",

@@ -38,6 +38,7 @@ INTEGERS = [
     ("keiro_runs", "wake_at_ms", WAITING),
     ("keiro_runs", "deadline_at_ms", RUN),
     ("keiro_runs", "cancel_requested_at_ms", RUN),
+    ("keiro_runs", "cleanup_ms", RUN),
     ("keiro_run_heads", "epoch", TABLES["keiro_run_heads"]),
     ("keiro_journal", "recorded_at_ms", EVENT),
     ("keiro_workers", "pid", TABLES["keiro_workers"]),

@@ -87,6 +87,7 @@ keiro_runs.deadline_at_ms bigint
 keiro_runs.cancel_requested_at_ms bigint
 keiro_runs.handoff_run_id text C
 keiro_runs.priority integer not null default 0
+keiro_runs.cleanup_ms bigint
 keiro_snapshots.originator_id text C not null
 keiro_snapshots.originator_version integer not null
 keiro_snapshots.topic text not null
@@ -122,6 +123,7 @@ keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_m
 keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
 keiro_run_heads_queue_idx keiro_run_heads(queue,owner) where queue is not null and owner is not null
+keiro_runs_asked_idx keiro_runs(cancel_requested_at_ms) where cancel_requested_at_ms is not null and finished_at_ms is null
 keiro_runs_finished_idx keiro_runs(finished_at_ms,run_key) where finished_at_ms is not null and handoff_run_id is null
 keiro_runs_lineage_idx unique keiro_runs(lineage_id,round_ordinal) where round_ordinal > 0
 keiro_runs_paced_idx keiro_runs(workflow,next_attempt_at_ms) where status = 'pending' and next_attempt_at_ms is not null

@@ -26,6 +26,7 @@ from keiro.decisions import (
     Collect,
     Command,
     Deliver,
+    EndGrace,
     Fire,
     New,
     Resurrect,
@@ -59,6 +60,7 @@ KEYS = ("a", "b", "ключ")
 STEPS = ("one", "two", "three")
 WORKFLOWS = ("alpha", "beta")
 VERSIONS = (None, "1")
+CLEANUP = {"alpha": None, "beta": 15_000}
 # Of each workflow nothing, all, or what one version started.
 LANES = st.tuples(
     *(st.sampled_from(([], [name], [f"{name}@1"], [f"{name}@1", f"{name}@2"])) for name in WORKFLOWS)
@@ -66,8 +68,8 @@ LANES = st.tuples(
 FAILURE = capture(ValueError("no"))
 FROM_OUTSIDE = (
     "collect",
-    "deliver", "spawn", "spawn", "rotate", "cancel", "resurrect", "retract", "fire", "fire", "end", "attributes",
-    "nobody",
+    "deliver", "spawn", "spawn", "rotate", "cancel", "cancel", "grace", "resurrect", "retract", "fire", "fire", "end",
+    "attributes", "nobody",
 )  # fmt: skip
 DEFERRED_STEPS = ("awk:a", "awk:b")
 WAIT_COLUMNS = {
@@ -260,7 +262,8 @@ class Lockstep(RuleBasedStateMachine):
     def look(self, wanted: list[str]) -> None:
         async def act(world: World) -> Any:
             due = [tuple(one) for one in await world.store.due(wanted)]
-            return due, await world.store.next_due_ms(wanted), await world.store.unregistered(wanted)
+            asked = sorted(await world.store.asked())
+            return due, await world.store.next_due_ms(wanted), await world.store.unregistered(wanted), asked
 
         self.everywhere(act)
 
@@ -371,7 +374,9 @@ class Lockstep(RuleBasedStateMachine):
             expected,
             after if after is not run else None,
             exact=who in ("exact", "late"),
-            alone=kind not in ("sleep", "clock", "token") and not (after.terminal and run.parent_run_id is not None),
+            alone=kind not in ("sleep", "clock", "token")
+            and not (after.terminal and run.parent_run_id is not None)
+            and (after is run or run.cleanup_ms is None),
         )
 
     def made(self, run: Run, kind: str, step: str, event_id: bytes, version: int = 0) -> tuple[New, ...]:
@@ -465,6 +470,8 @@ class Lockstep(RuleBasedStateMachine):
         }
         ids = StepIds(run.workflow, run.key, run.round_ordinal)
         match kind:
+            case "grace":
+                return EndGrace(last, self.now)
             case "fire":
                 return Fire(last, head.version - (who == "late"), self.now)
             case "spawn":
@@ -485,6 +492,7 @@ class Lockstep(RuleBasedStateMachine):
                     round=run.round_ordinal + 1,
                     lineage=lineage,
                     parent=last,
+                    cleanup_ms=CLEANUP[workflow],
                 )
                 start = Start(following, new(started, one), self.now, owned["owner"] if n % 2 else None)
                 consumed = frozenset(("a", "b")[: n // 2])
@@ -507,7 +515,8 @@ def newest(known: Known, workflow: str, key: str) -> str:
 
 def born(workflow: str, key: str, n: int, event_id: bytes, at_ms: int, owner: int | None, **more: Any) -> Start:
     """The start of a run with the input `n`."""
-    event = WorkflowStarted(workflow=workflow, key=key, input=msgspec.Raw(b'{"n":%d}' % n), **more)
+    input = msgspec.Raw(b'{"n":%d}' % n)
+    event = WorkflowStarted(workflow=workflow, key=key, input=input, cleanup_ms=CLEANUP[workflow], **more)
     return Start(run_id(workflow, key), new(event, event_id), at_ms, owner)
 
 
