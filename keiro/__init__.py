@@ -12,6 +12,7 @@ from keiro.engine import Engine as Engine
 from keiro.engine import Handle as Handle
 from keiro.errors import ChildCancelled as ChildCancelled
 from keiro.errors import ChildFailed as ChildFailed
+from keiro.errors import CleanupOnly as CleanupOnly
 from keiro.errors import DecodeFailed as DecodeFailed
 from keiro.errors import DeferredCancelled as DeferredCancelled
 from keiro.errors import FenceLost as FenceLost
@@ -57,6 +58,7 @@ __all__ = (
     "Child",
     "ChildCancelled",
     "ChildFailed",
+    "CleanupOnly",
     "DecodeFailed",
     "Deferred",
     "DeferredCancelled",

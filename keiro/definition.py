@@ -24,6 +24,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+GRACE_S: Final = 30.0
+"""How long a run that is asked to end may take for its cleanup, where its workflow says nothing else."""
+LONGEST_GRACE_S: Final = 10**9
+
+
 def seconds(value: float | timedelta | None, what: str) -> float | None:
     """A duration in seconds as a finite, positive float; raise `InvalidCall` for anything else."""
     if value is None:
@@ -54,7 +59,7 @@ def retry_or_none(value: object, what: str) -> Retry | None:
 class Step:
     """A function as a step: its name, its options and how its result is read back. Call it like the function."""
 
-    __slots__ = ("__dict__", "__weakref__", "decode", "fn", "is_async", "name", "retry", "timeout")
+    __slots__ = ("__dict__", "__weakref__", "cleanup", "decode", "fn", "is_async", "name", "retry", "timeout")
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Step:
         name: str | None = None,
         retry: Retry | None = None,
         timeout: float | timedelta | None = None,
+        cleanup: bool = False,
     ) -> None:
         if not callable(fn):
             raise InvalidCall(f"a step must be a function or another callable, not {fn!r}")
@@ -71,6 +77,9 @@ class Step:
         self.is_async = _is_async(fn)
         self.retry = retry_or_none(retry, f"retry of step {self.name!r}")
         self.timeout = seconds(timeout, f"timeout of step {self.name!r}")
+        if not isinstance(cleanup, bool):
+            raise InvalidCall(f"cleanup of step {self.name!r} is True or False, not {cleanup!r:.300}")
+        self.cleanup = cleanup
         self.decode: Decoder = result_decoder(fn, where=f"result of step {self.name!r}")
         functools.update_wrapper(self, fn, updated=())
 
@@ -110,7 +119,11 @@ def step_of(fn: Callable[..., Any]) -> Step:
 def step(fn: Callable[P, T], /) -> Callable[P, T]: ...
 @overload
 def step(
-    *, name: str | None = None, retry: Retry | None = None, timeout: float | timedelta | None = None
+    *,
+    name: str | None = None,
+    retry: Retry | None = None,
+    timeout: float | timedelta | None = None,
+    cleanup: bool = False,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 def step(
     fn: Callable[..., Any] | None = None,
@@ -119,15 +132,17 @@ def step(
     name: str | None = None,
     retry: Retry | None = None,
     timeout: float | timedelta | None = None,
+    cleanup: bool = False,
 ) -> Any:
     """Give a function the options it has as a step: its name, retries, and a timeout in seconds for each attempt.
 
     The function may be async or plain; a plain one runs in a thread, and its timeout counts from when one is free for
-    it. It stays callable as before.
+    it. It stays callable as before. With `cleanup` it may also be called in a run of a workflow with a cleanup that is
+    asked to end, and is not interrupted by the request.
     """
 
     def decorate(fn: Callable[..., Any]) -> Step:
-        return Step(fn, name=name, retry=retry, timeout=timeout)
+        return Step(fn, name=name, retry=retry, timeout=timeout, cleanup=cleanup)
 
     return decorate if fn is None else decorate(fn)
 
@@ -145,6 +160,8 @@ class Workflow:
         pinned: bool = False,
         patches: Sequence[str] = (),
         queue: str | None = None,
+        cleanup: bool = False,
+        grace: float | timedelta | None = None,
         aggregate: type[Any] | None = None,
     ) -> None:
         if not inspect.iscoroutinefunction(body):
@@ -170,6 +187,15 @@ class Workflow:
             raise InvalidCall(f"patches of workflow {self.name!r} is a list of names, not {patches!r}")
         self.patches = tuple(patches)
         self.queue = None if queue is None else check_queue_name(queue)
+        if not isinstance(cleanup, bool):
+            raise InvalidCall(f"cleanup of workflow {self.name!r} is True or False, not {cleanup!r:.300}")
+        if grace is not None and not cleanup:
+            raise InvalidCall(f"workflow {self.name!r} has a grace and no cleanup=True: it is cancelled at once")
+        length = seconds(GRACE_S if grace is None else grace, f"grace of workflow {self.name!r}")
+        assert length is not None
+        if length > LONGEST_GRACE_S:
+            raise InvalidCall(f"grace of workflow {self.name!r} is at most {LONGEST_GRACE_S} seconds, not {grace!r}")
+        self.cleanup_ms = round(length * 1000) if cleanup else None
         self.aggregate = aggregate
         self.input: InputCodec = input_codec(body, skip_first=True, where=f"input of workflow {self.name!r}")
         self.decode_result: Decoder = result_decoder(body, where=f"result of workflow {self.name!r}")
@@ -193,6 +219,8 @@ def workflow(
     pinned: bool = False,
     patches: Sequence[str] = (),
     queue: str | None = None,
+    cleanup: bool = False,
+    grace: float | timedelta | None = None,
 ) -> Callable[[Callable[..., Any]], Workflow]: ...
 def workflow(
     body: Callable[..., Any] | None = None,
@@ -204,6 +232,8 @@ def workflow(
     pinned: bool = False,
     patches: Sequence[str] = (),
     queue: str | None = None,
+    cleanup: bool = False,
+    grace: float | timedelta | None = None,
 ) -> Any:
     """Make an async function whose first parameter is the run into a workflow.
 
@@ -212,10 +242,22 @@ def workflow(
     that this code starts; with `pinned` it drives those runs and no others of its name (default: all of its name).
     `patches` are the names that `run.patched(name)` holds for in rounds that begin from now on. `queue` is the name
     of a `keiro.Queue` whose limits its runs keep, with those of all other workflows in it (default: no limits).
+    With `cleanup` a run that is cancelled is asked to end: `CancelledError` is raised in its body, which may then call
+    steps that are marked as cleanup; when the body has ended, or after `grace` seconds (default: 30), it is cancelled.
     """
 
     def decorate(body: Callable[..., Any]) -> Workflow:
-        return Workflow(body, name=name, retry=retry, version=version, pinned=pinned, patches=patches, queue=queue)
+        return Workflow(
+            body,
+            name=name,
+            retry=retry,
+            version=version,
+            pinned=pinned,
+            patches=patches,
+            queue=queue,
+            cleanup=cleanup,
+            grace=grace,
+        )
 
     return decorate if body is None else decorate(body)
 

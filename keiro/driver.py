@@ -23,9 +23,12 @@ from weakref import ReferenceType, ref
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from keiro import codec, history
+from keiro.asked import Asked
 from keiro.decisions import (
+    CANCELLED,
     AlreadyPresent,
     Append,
     Appended,
@@ -62,13 +65,14 @@ from keiro.events import (
     StepRecorded,
     StepRetracted,
     Wait,
+    WorkflowCancelled,
     WorkflowCompleted,
     WorkflowFailed,
     WorkflowRetried,
     WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
-from keiro.history import History, Recorded, check_contiguous, decode_step, past_of, read_step
+from keiro.history import History, Recorded, Request, check_contiguous, decode_step, past_of, read_step
 from keiro.identity import StepIds, again, check_key, child_step, parse_run_id, run_id, token_step
 from keiro.mapper import EventMapper
 from keiro.projections.waits import Spawned
@@ -158,6 +162,7 @@ class Driver:
         "_behind",
         "_called",
         "_catching",
+        "_cleaning",
         "_clocks",
         "_consumed",
         "_handoff",
@@ -173,6 +178,7 @@ class Driver:
         "_past",
         "_patches",
         "_raced",
+        "_reading",
         "_recording",
         "_retracted",
         "_root",
@@ -182,6 +188,7 @@ class Driver:
         "_version",
         "_waits",
         "_weight",
+        "asked",
         "draining",
         "epoch",
         "handle",
@@ -224,6 +231,9 @@ class Driver:
         self._root: Strand | None = None
         self._instance: WorkflowRun
         self._recording = 0
+        self._reading = 0
+        self._cleaning = 0  # how many cleanup steps are under way
+        self.asked: Asked | None = None
         self._raced = 0  # the version of the last race that was replayed without its losers
         self._handoff: ContinueAsNew | None = None  # once the body has asked for the next round
         self._patches = workflow.patches  # those of the round's beginning, where it is not read: it began here
@@ -251,6 +261,8 @@ class Driver:
         self._remember()
         self._root = Strand(self, ref(task), "0", self.run.created_at_ms)
         _strand.set(self._root)
+        if self.asked is not None:
+            self.asked.watch()
         try:
             self._instance = instance = aggregate_of(self.workflow, self.run)
             bind(instance, self)
@@ -258,17 +270,12 @@ class Driver:
             result = await self.workflow.body(instance, *args, **kwargs)
             if self.sealed:
                 return  # the body swallowed the seal and went on to its end: whatever it returned is not the run's
-            if self._handoff is not None:
+            if self.asked is None and self._handoff is not None:
                 # It swallowed the end of its round, which holds all the same: nothing it did since is recorded.
                 self.host.report("handoff_swallowed", self.run.run_id)
                 raise self._handoff
-            self._check_replayed()
-            payload = codec.encode(
-                result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit
-            )
-            # A result that nobody could read would make the run completed, and every look at it an error.
-            self.workflow.decode_result(payload)
-            event: Event | ContinueAsNew = WorkflowCompleted(result=Raw(payload))
+            # Where it swallowed its interruption, that changes nothing.
+            event: Event | ContinueAsNew = self._completed(result) if self.asked is None else self._cancelled()
         except (RunSealed, ContinueAsNew):
             if self.sealed or self._handoff is None:
                 return
@@ -276,21 +283,29 @@ class Driver:
         except asyncio.CancelledError as error:
             # Cancelled from outside (shutdown, the loop's end): the run is handed back, it has not failed. Without a
             # request to cancel this task, the body awaited something that was cancelled: that is its own failure.
-            if self.sealed or task.cancelling():
+            asked = self.asked
+            if self.sealed or task.cancelling() > (0 if asked is None else asked.cancels):
                 self.sealed = True
                 raise
-            event = self._failed(error)
+            event = self._failed(error) if asked is None else self._cancelled()
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise  # the process, or this coroutine, is about to end: nothing has been decided about the run
         except BaseException as error:
             # Also what is no Exception: left to the engine, it would be driven into again and again, and never end.
             event = self._failed(error) if self._handoff is None or not _is_handoff(error) else self._handoff
+            if self.asked is not None:
+                self.host.report("cleanup_failed", self.run.run_id, error=summary(capture(error)))
+                event = self._cancelled()
         finally:
             # From here on no task that the body has left behind begins an effect, whose record would be refused, and
             # none waits any more.
             self.over = True
             if self._waits is not None:
                 self._waits.seal()
+            if self.asked is not None:
+                self.asked.release()
+        if self.asked is not None and self.asked.cancels:
+            task.uncancel()
         try:
             await (self._rotate(event.payload) if isinstance(event, ContinueAsNew) else self._settle(event))
         except RunSealed:
@@ -298,6 +313,18 @@ class Driver:
         if self.run.terminal and self._kept_until > 1:
             with suppress(StoreError):
                 await self.host.store.drop_step_maps(self.run.run_key)
+
+    def _completed(self, result: Any) -> Event:
+        self._check_replayed()
+        payload = codec.encode(result, where=f"result of workflow {self.run.workflow!r}", limit=self.host.payload_limit)
+        # A result that nobody could read would make the run completed, and every look at it an error.
+        self.workflow.decode_result(payload)
+        return WorkflowCompleted(result=Raw(payload))
+
+    def _cancelled(self) -> Event:
+        """How a run that is asked to end ends, however its body did."""
+        assert self.asked is not None
+        return WorkflowCancelled(reason=self.asked.reason)
 
     def _check_replayed(self) -> None:
         """Whether the body that has returned is the one that was recorded."""
@@ -333,7 +360,13 @@ class Driver:
         # More than the head had at the claim, where somebody appended before the history was read.
         self._version = self._known = stored[-1].version if stored else max(after, self._known)
         past = past_of(self.run.run_id, stored, snapshots)
-        self._history, self._clocks, self._retracted, self._told = past
+        self._history, self._clocks, self._retracted, self._told, request = past
+        if request is not None:
+            self._ask(request)
+            # What came from outside after the request is not delivered: nobody waited for it any more.
+            for name in [name for name, found in self._history.items() if found.version > request.version]:
+                if is_external(name):
+                    del self._history[name]
         if self.workflow.aggregate is not None:
             self._unseen = deque(row for row in (*others, *stored) if ":" in row.topic)
 
@@ -349,14 +382,25 @@ class Driver:
         due = self.host.wall_ms() + round(delay * 1000)
         return WorkflowRetried(attempt=attempt, failure=failure, next_attempt_at_ms=due)
 
+    def _ask(self, request: Request) -> None:
+        """The run is asked to end."""
+        self.run = replace(self.run, cancel_requested_at_ms=request.at_ms)
+        self.asked = Asked(self, request.version, request.reason)
+
     async def _settle(self, event: Event) -> None:
         # A failure may be followed by another one after a resurrection or a retry, so its id is fresh each time.
-        event_id = self._ids(COMPLETED) if isinstance(event, WorkflowCompleted) else uuid.uuid4().bytes
+        event_id = uuid.uuid4().bytes
+        if isinstance(event, WorkflowCompleted | WorkflowCancelled):
+            event_id = self._ids(COMPLETED if isinstance(event, WorkflowCompleted) else CANCELLED)
         consumed = self.newly_consumed()
         if consumed and isinstance(event, WorkflowCompleted | WorkflowFailed):
-            event = msgspec.structs.replace(event, consumed=consumed)
-        alone = self.run.parent_run_id is None and not self._clocks and not consumed
-        await self._record(new(event, event_id), alone=alone)
+            event = replace(event, consumed=consumed)
+        run = self.run
+        alone = run.parent_run_id is None and not self._clocks and not consumed and run.cleanup_ms is None
+        outcome, _ = await self._record(new(event, event_id), alone=alone)
+        if isinstance(outcome, VersionConflict):
+            await self._settle_asked(run)
+            return
         match event:
             case WorkflowFailed():
                 self.host.report("run_failed", self.run.run_id, error=summary(event.failure))
@@ -367,6 +411,12 @@ class Driver:
                     "run_retried", self.run.run_id, attempt=event.attempt, error=failure, seconds=round(seconds, 1)
                 )
 
+    async def _settle_asked(self, run: Run) -> None:
+        """The body has ended, and before that was recorded the run was asked to end: so it ends as cancelled."""
+        assert self.asked is not None
+        self.run = replace(run, cancel_requested_at_ms=self.run.cancel_requested_at_ms)
+        await self._settle(self._cancelled())
+
     def seal(self) -> None:
         """Stop the body before its next effect; from now on nothing is recorded."""
         if not self.sealed:
@@ -375,6 +425,8 @@ class Driver:
                 self.draining.set()
             if self._waits is not None:
                 self._waits.seal()
+            if self.asked is not None:
+                self.asked.release()
             if self.task is not None and not self.task.done():
                 self.task.cancel()
 
@@ -526,8 +578,24 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        """Whether a step runs, or something is being recorded."""
-        return bool(self._in_flight or self._recording)
+        """Whether a step runs, something is being recorded, or the body is about to be interrupted."""
+        return bool(self._in_flight or self._recording or (self.asked is not None and not self.asked.interrupted))
+
+    @property
+    def delivering(self) -> bool:
+        """Whether something is being recorded or read that the body is to see, or a cleanup step is under way."""
+        return bool(self._recording or self._reading or self._cleaning or self._catching or self.parking)
+
+    def gone_on(self) -> object:
+        """Something else whenever the body has gone on."""
+        return self._version, self._called, self._begun, len(self._history)
+
+    def left_before(self, version: int) -> bool:
+        """Whether the body has not asked yet for all of its own that was recorded before this version."""
+        return any(
+            self._raced < found.version < version and not name.startswith(("awk", "child:"))
+            for name, found in self._history.items()
+        )
 
     @property
     def resting(self) -> bool:
@@ -547,7 +615,8 @@ class Driver:
     def wake(self) -> None:
         """Others have appended to the run: read it, if anything waits for that, else when something does."""
         self._behind = True
-        if self._waits and self._catching is None and not self.sealed:
+        # A run that may be asked to end is asked whatever it does.
+        if (self._waits or self.run.cleanup_ms is not None) and self._catching is None and not self.sealed:
             self._catching = self._loop.create_task(self.catch_up(), name=f"catch up {self.run.run_id}")
             self._catching.add_done_callback(self._caught_up)
 
@@ -593,10 +662,16 @@ class Driver:
                         self._waits.commanded()
             elif row.topic == "StepRecorded":
                 found = read_step(row)
-                if is_external(found.step):
+                if is_external(found.step) and self.asked is None:
                     self._history[found.step] = found
                     if self._waits is not None:
                         self._waits.recorded(found.step)
+            elif row.topic == "StateChanged" and self.run.cleanup_ms is not None:
+                changed = _decode_state(row.payload)
+                if changed.state == "cancel_requested":
+                    self._ask(Request(row.version, row.recorded_at_ms, changed.reason))
+                    assert self.asked is not None
+                    self.asked.watch()
             elif row.topic == "StepRetracted":
                 # A child was resurrected: what the body has not asked for yet is waited for anew, as a replay will.
                 step = _decode_retracted(row.payload).step
@@ -638,8 +713,17 @@ class Driver:
         self._called += 1
         found = self._history.pop(name, None)
         if found is None:
-            return self._execute(strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, 1)
-        return self._replay(strand, found, step, name, args, kwargs, retry, timeout)
+            call = self._execute(strand, step, name, args, kwargs, retry or step.retry, timeout or step.timeout, 1)
+        else:
+            call = self._replay(strand, found, step, name, args, kwargs, retry, timeout)
+        return self._clean(call) if step.cleanup else call
+
+    async def _clean(self, call: Coroutine[Any, Any, Any]) -> Any:
+        self._cleaning += 1
+        try:
+            return await call
+        finally:
+            self._cleaning -= 1
 
     def _reserve(self, name: str, strand: Strand) -> str:
         seen = self._names.get(name)
@@ -673,6 +757,8 @@ class Driver:
             self.host.report("inputs_differ", self.run.run_id, step=name)
         failed = found.failed
         if failed is not None and failed.next_attempt_at_ms is not None:
+            if self.asked is not None and not step.cleanup:
+                await self.asked.refuse(f"step {name!r}")
             await self._pause(name, failed.next_attempt_at_ms)
             self._called += 1
             return await self._execute(
@@ -707,6 +793,8 @@ class Driver:
                 await self.draining.wait()
             if self.parking is not None:
                 await asyncio.shield(self.parking)
+            if self.asked is not None and not step.cleanup:
+                await self.asked.refuse(f"step {name!r}")
             if self.sealed or self.over or not host.holds():
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
@@ -719,8 +807,10 @@ class Driver:
                         value = await step.fn(*args, **kwargs)
                     else:
                         value = await in_thread(step.fn, args, kwargs)
+                    self._check_not_interrupted(step)
                     payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
                 except Exception as error:
+                    self._check_not_interrupted(step)
                     failed = AttemptFailed(
                         step=name,
                         attempt=attempt,
@@ -759,6 +849,12 @@ class Driver:
                     self.seal()
             await self._pause(name, again_at)
             attempt += 1
+
+    def _check_not_interrupted(self, step: Step) -> None:
+        """A step that was interrupted for the request counts as interrupted, whatever it made of it: a replay, which
+        does not run it, raises the same."""
+        if self.asked is not None and self.asked.interrupted and not step.cleanup:
+            raise asyncio.CancelledError
 
     def _next_attempt(self, retry: Retry | None, attempt: int, error: Exception) -> int | None:
         # A value that cannot be stored will not become storable by running the step again.
@@ -802,6 +898,8 @@ class Driver:
         return True
 
     def _check_going_on(self) -> None:
+        if self.asked is not None and self.asked.interrupted:
+            raise asyncio.CancelledError  # in a task that nobody awaits
         if self.sealed or self.over or not self.host.holds():
             raise RunSealed(_sealed(self.run.run_id))
 
@@ -834,6 +932,8 @@ class Driver:
         if found is not None:
             await self._take(strand, found)
             return
+        if self.asked is not None:
+            await self.asked.refuse(f"the sleep {step!r}")
         known = (self._clocks or {}).get(step)
         due = await self._clock("sleep", step, due_ms() if known is None else known)
         await self.waits.over("sleep", step, due)
@@ -860,6 +960,8 @@ class Driver:
                     self._consumed.add(step.removeprefix("awk:"))
                 await self._take(strand, found)
                 return found
+            if self.asked is not None:
+                await self.asked.refuse(f"the wait for {step!r}")
             due = None
             if limit is not None and timeout is not None:
                 due = await self._clock("timeout", limit, self.host.wall_ms() + round(timeout * 1000))
@@ -895,6 +997,8 @@ class Driver:
             if found is None:
                 raise self._too_late(step, timeout)
             return
+        if self.asked is not None:
+            await self.asked.refuse(f"the wait {step!r}")
         due = None
         if timeout is not None:
             due = await self._clock("timeout", limit, self.host.wall_ms() + round(timeout * 1000))
@@ -934,6 +1038,10 @@ class Driver:
             self._raced = max(self._raced, found.version)
             for index in [index for index in racing if index != winner]:
                 self._discard(racing.pop(index))
+        elif self.asked is not None and self.asked.interrupted:
+            for awaitable in awaitables:
+                self._discard(awaitable)
+            await self.asked.refuse(f"the race {step!r}")
         tasks = {
             index: asyncio.ensure_future(self._branch(strand, number + index, awaitable))
             for index, awaitable in racing.items()
@@ -979,6 +1087,8 @@ class Driver:
     async def _token(self, strand: Strand, step: str) -> str:
         found = self._history.get(step)
         if found is None:
+            if self.asked is not None:
+                await self.asked.refuse(f"the token {step!r}")
             await self._own(strand, step, b'"%s"' % secrets.token_urlsafe(18).encode())
             rows = await self._read_on(1)
             found = next(one for row in rows if row.topic == "StepRecorded" and (one := read_step(row)).step == step)
@@ -1014,6 +1124,8 @@ class Driver:
         step, child = child_step(key), run_id(workflow.name, key)
         found = self._history.get(step)
         if found is None:
+            if self.asked is not None:
+                await self.asked.refuse(f"the spawn of {child}")
             self._check_going_on()
             at_ms = self.host.wall_ms()
             lineage = self.run.lineage_id
@@ -1026,6 +1138,7 @@ class Driver:
                 version=workflow.version,
                 patches=workflow.patches,
                 priority=priority,
+                cleanup_ms=workflow.cleanup_ms,
             )
             spawned = Spawned(run_id=child, workflow=workflow.name, key=key, on_cancel=on_cancel)
             recorded = StepRecorded(step=step, result=Raw(msgspec.json.encode(spawned)), started_at_ms=at_ms)
@@ -1033,6 +1146,10 @@ class Driver:
             outcome, strand.now_ms = await self._record(
                 new(recorded, self._id(step)), within=lambda append: Spawn(append, start)
             )
+            if isinstance(outcome, VersionConflict):
+                # Asked to end before the child was there: its family is complete, and this one never exists.
+                assert self.asked is not None
+                await self.asked.refuse(f"the spawn of {child}")
             if self._known < self._version_of(outcome):
                 await self.catch_up()  # maybe the child had ended before, and the spawn told so
             result = outcome.stored.payload if isinstance(outcome, AlreadyPresent) else None
@@ -1063,6 +1180,11 @@ class Driver:
         """What ends this round and begins the next one with these inputs, when it is raised. From here on the body
         begins nothing more: neither a `finally` block, nor another task, nor who swallows it."""
         self._here()
+        if self.asked is not None:
+            if self.asked.interrupted:
+                self.asked.fail("the next round")
+            self.asked.interrupt()
+            raise asyncio.CancelledError
         self._handoff = ContinueAsNew(self.workflow.input.encode(args, kwargs, limit=self.host.payload_limit))
         self.over = True
         return self._handoff
@@ -1083,6 +1205,7 @@ class Driver:
             version=self.workflow.version,
             patches=self.workflow.patches,
             priority=run.priority,
+            cleanup_ms=self.workflow.cleanup_ms,
         )
         taken = frozenset(self._consumed or ())
 
@@ -1090,7 +1213,9 @@ class Driver:
             return Rotate(append, Start(following, new(started, ids(STARTED)), append.at_ms), taken)
 
         ending = WorkflowCompleted(handoff=following, consumed=self.newly_consumed())
-        await self._record(new(ending, self._ids(COMPLETED)), within=within)
+        outcome, _ = await self._record(new(ending, self._ids(COMPLETED)), within=within)
+        if isinstance(outcome, VersionConflict):
+            await self._settle_asked(run)
 
     def wall_ms(self) -> int:
         """The time it is now."""
@@ -1121,6 +1246,8 @@ class Driver:
         name: str,
     ) -> None:
         if found is None:
+            if self.asked is not None:
+                await self.asked.refuse(f"the command {name!r}")
             # What the command decides on is what the body sees: a copy of its instance, as it is now.
             triggered = new_events(copy.deepcopy(self._instance), method, args, kwargs)
             events = [self._user_event(event) for event in triggered]
@@ -1153,6 +1280,13 @@ class Driver:
     async def _read_on(self, after: int) -> list[Stored]:
         """The events of the run since version `after`, however often the store is away meanwhile: they are recorded,
         and an outage between that and this is no failure of the body's."""
+        self._reading += 1
+        try:
+            return await self._read(after)
+        finally:
+            self._reading -= 1
+
+    async def _read(self, after: int) -> list[Stored]:
         pauses = iter(STORE_RETRY_S)
         while True:
             if self.sealed:

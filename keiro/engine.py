@@ -8,6 +8,7 @@ import signal
 import uuid
 from asyncio import Future
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -24,6 +25,7 @@ from keiro.decisions import (
     Cancel,
     Command,
     Deliver,
+    EndGrace,
     Existing,
     InputDiffers,
     New,
@@ -394,6 +396,7 @@ class Engine:
             version=definition.version,
             patches=definition.patches,
             priority=priority if priority == 0 and type(priority) is int else check_priority(priority),
+            cleanup_ms=definition.cleanup_ms,
         )
         return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), at_ms, owner)
 
@@ -494,11 +497,16 @@ class Engine:
         nothing more of them is recorded; their bodies are interrupted here at once, elsewhere when those processes hear
         of it. With `wait`, return when the body has ended here. Whether it was this call that did: False if the run had
         ended before. Raises `RunNotFound`.
+
+        A run of a workflow with `cleanup=True` is asked to end instead: on return the request is durable. It ends as
+        cancelled when its body has, or its grace is over; with `wait`, return after that. False if it was asked before.
         """
         self._opened()
         parse_run_id(run_id)
         command = Cancel(lineage_of(run_id), self.wall_ms(), _reason(reason))
         outcome = await self._submit(command, connection)
+        if wait and connection is None:
+            await self._asked_has_ended(run_id)
         if wait:
             tasks = [task for task, driver in self._tasks.items() if driver.run.lineage_id == lineage_of(run_id)]
             if tasks:
@@ -506,6 +514,22 @@ class Engine:
         if isinstance(outcome, RefusedTerminal):
             return False
         return self._told(run_id, outcome)
+
+    async def _asked_has_ended(self, run_id: str) -> None:
+        """Return when a run that is asked to end has ended; where nobody else does, end it when its grace is over."""
+        while True:
+            run = await self.store.run(lineage_of(run_id))
+            if run is not None and run.handoff_run_id is not None:
+                run = await self.store.newest(run.run_id)
+            over = None if run is None or run.terminal else run.grace_over_ms
+            if run is None or over is None:
+                return
+            now = self.wall_ms()
+            if over <= now:
+                await self.store.submit(EndGrace(run.run_id, now))
+                continue
+            with suppress(TimeoutError):
+                await self.wait_ended(run_id, (over - now) / 1000)
 
     async def resurrect(self, run_id: str, *, reason: str | None = None, connection: Any = None) -> bool:
         """Let a failed run go on where it failed: what is recorded stays, steps that failed for good get another

@@ -60,6 +60,10 @@ class WorkflowFailed(KeiroError):
         self.failure = failure
 
 
+class CleanupOnly(KeiroError):
+    """The run is asked to end, and was asked for something else than a cleanup step."""
+
+
 class WorkflowCancelled(KeiroError):
     """The run ended as cancelled."""
 

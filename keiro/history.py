@@ -74,14 +74,23 @@ class History(NamedTuple):
     stored: list[Stored]
 
 
+class Request(NamedTuple):
+    """That a run is asked to end: by which event, when, and why."""
+
+    version: int
+    at_ms: int
+    reason: str | None
+
+
 class Past(NamedTuple):
     """What the journal says of a run: the newest word on each step, when its clocks are due, how often each step was
-    retracted, and which deferreds the body is said to have taken."""
+    retracted, which deferreds the body is said to have taken, and whether it is asked to end."""
 
     steps: dict[str, Recorded]
     clocks: dict[str, int] | None
     retracted: dict[str, int] | None
     consumed: set[str] | None
+    request: Request | None
 
 
 class Journal(Protocol):
@@ -155,7 +164,7 @@ def past_of(run_id: str, stored: Sequence[Stored], snapshots: Sequence[Snapshot]
         else:
             fold.merged(one)
     fold.events(stored)
-    return Past(fold.history, fold.clocks, fold.retracted, fold.consumed)
+    return Past(fold.history, fold.clocks, fold.retracted, fold.consumed, fold.request)
 
 
 class _Fold:
@@ -165,6 +174,7 @@ class _Fold:
         self.clocks: dict[str, int] | None = None
         self.retracted: dict[str, int] | None = None
         self.consumed: set[str] | None = None
+        self.request: Request | None = None
 
     def steps(self, recorded: Iterable[Recorded]) -> None:
         history, clocks = self.history, self.clocks
@@ -209,7 +219,9 @@ class _Fold:
                 changed = _decode_state(row.payload)
                 if changed.consumed:
                     self.consumed = {*(self.consumed or ()), *changed.consumed}
-                if changed.state == "clock_scheduled":
+                if changed.state == "cancel_requested":
+                    self.request = Request(row.version, row.recorded_at_ms, changed.reason)
+                elif changed.state == "clock_scheduled":
                     clocks = self.clocks = {} if self.clocks is None else self.clocks
                     for wait in changed.waits:
                         clocks.setdefault(wait.step, wait.due_at_ms or 0)

@@ -14,6 +14,11 @@ AGAIN_S: Final = 10.0
 SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "attempt_failed": (logging.WARNING, "step {step!r} of {run_id} failed at attempt {attempt}: {error}; {then}"),
     "run_failed": (logging.ERROR, "{run_id} failed: {error}"),
+    "cleanup_failed": (
+        logging.ERROR,
+        "{run_id} was asked to end, and its cleanup failed: {error}. It ends as cancelled; look what is left to undo",
+    ),
+    "grace_over": (logging.WARNING, "{run_id} was asked to end and has not in time: it is cancelled"),
     "run_retried": (logging.WARNING, "{run_id} failed at attempt {attempt}: {error}; it is run again in {seconds:g} s"),
     "run_resumed": (logging.INFO, "{run_id} goes on here, after {steps} recorded events"),
     "never_awaited": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from keiro.classes import check_class, fields_of, taken
@@ -55,8 +55,8 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
 
     A subclass has `async def execute(self, ...)` as its body, `@keiro.event` methods as its commands, and may
     have an `__init__` without parameters that sets the state of a new run. Class arguments: `name` (default:
-    the class's name), `retry`, `version`, `patches` and `queue`, as for `@keiro.workflow`. A class whose `execute` is
-    an abstract method is a base for others.
+    the class's name), `retry`, `version`, `patches`, `queue`, `cleanup` and `grace`, as for `@keiro.workflow`. A class
+    whose `execute` is an abstract method is a base for others.
 
     Plain `Basket()` makes an instance without a journal: commands can be called on it, `collect_events()` has
     what they triggered. The same goes for an instance from `engine.repository`.
@@ -98,6 +98,8 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
         pinned: bool = False,
         patches: Sequence[str] = (),
         queue: str | None = None,
+        cleanup: bool = False,
+        grace: float | timedelta | None = None,
         **kwargs: Any,
     ) -> None:
         # Not the library's own: that refuses a second class of one name in a module, which reloads define.
@@ -127,6 +129,8 @@ class WorkflowRun(Scope, BaseAggregate[str], metaclass=RunType):  # type: ignore
                 pinned=pinned,
                 patches=patches,
                 queue=queue,
+                cleanup=cleanup,
+                grace=grace,
                 aggregate=cls,
             )
             aggregates[label] = cls

@@ -44,6 +44,7 @@ class Definition(msgspec.Struct, frozen=True, omit_defaults=True):
     tick_names: tuple[str, ...] = ()
     version: str | None = None
     patches: tuple[str, ...] = ()
+    cleanup_ms: int | None = None
 
 
 class Trigger(msgspec.Struct, frozen=True):

@@ -135,7 +135,16 @@ class Schedules:
             raise InvalidCall(f"cron={cron!r}: it does not tick within 50 years, so nothing would ever be started")
         stored, tick_names = _input(target, args, kwargs, engine.payload_limit)
         definition = Definition(
-            target.name, stored, cron, zone, overlap, backfill, tick_names, target.version, target.patches
+            target.name,
+            stored,
+            cron,
+            zone,
+            overlap,
+            backfill,
+            tick_names,
+            target.version,
+            target.patches,
+            target.cleanup_ms,
         )
         found = await self._find(key)
         if found is not None and found[0].terminal:
@@ -307,6 +316,7 @@ class Schedules:
             input=Raw(input_at(definition, at_ms)),
             version=code.version,
             patches=code.patches,
+            cleanup_ms=code.cleanup_ms,
         )
         match await engine.store.submit(Start(own, new(started, uuid.uuid4().bytes), engine.wall_ms())):
             case Appended() | Existing() | InputDiffers():

@@ -150,6 +150,11 @@ class Waits:
         for wait in self._open:
             wait.future.cancel()
 
+    def interrupt(self) -> None:
+        """What is waited for now is not waited for any more."""
+        for wait in self._open:
+            wait.future.cancel()
+
     # Parking
 
     def rest(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from keiro import history
-from keiro.decisions import Appended, Fire
+from keiro.decisions import Appended, EndGrace, Fire
 from keiro.errors import StoreError
 from keiro.history import History, load
 from keiro.lanes import pinned, split
@@ -372,10 +372,18 @@ class Worker:
             await asyncio.sleep(SAFETY_POLL_S)
             try:
                 self._employer.tick()
+                await self.end_graces()
                 await self._bury_dead()
                 await self.report_unregistered()
             except Exception as error:
                 self._trouble(error)
+
+    async def end_graces(self) -> None:
+        """Cancel the runs that were asked to end and have not in time, whoever has them and whatever they wait for."""
+        now = self._store.now_ms()
+        for run_id, over_ms in await self._store.asked():
+            if over_ms <= now and isinstance(await self._store.submit(EndGrace(run_id, now)), Appended):
+                self._employer.report("grace_over", run_id)
 
     async def _bury_dead(self) -> None:
         now = self._store.now_ms()
