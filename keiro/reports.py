@@ -16,7 +16,7 @@ SENTENCES: Final[dict[str, tuple[int, str]]] = {
     "run_failed": (logging.ERROR, "{run_id} failed: {error}"),
     "cleanup_failed": (
         logging.ERROR,
-        "{run_id} was asked to end, and its cleanup failed: {error}. It ends as cancelled; look what is left to undo",
+        "{run_id} was asked to end, and its body failed: {error}. It ends as cancelled; look what is left to undo",
     ),
     "grace_over": (logging.WARNING, "{run_id} was asked to end and has not in time: it is cancelled"),
     "run_retried": (logging.WARNING, "{run_id} failed at attempt {attempt}: {error}; it is run again in {seconds:g} s"),
