@@ -572,6 +572,133 @@ async def test_a_workflow_without_a_cleanup_is_cancelled_as_before(make_engine: 
         assert calls == ["undo ordinary"] and await requests(handle) == []
 
 
+async def test_an_owner_that_has_not_read_the_request_does_not_complete_the_run(make_engine: MakeEngine) -> None:
+    """It is told that something came before its record, and ends the run before it has read what: the end is decided on
+    what is there, and not written on the strength of the version alone."""
+    async with make_engine(books) as engine:
+        handle = await engine.start(books, id="a")
+        await gate["entered"].wait()
+        race = Interleaved(
+            engine,
+            records(handle.run_id, "StepRecorded", "undo"),
+            "before",
+            lambda: Cancel(handle.run_id, engine.wall_ms()),
+        )
+        gate["go"].set()
+        await cancelled(handle)
+        assert isinstance(await race.outcome, Appended) and await step_names(handle) == ["note", "held", "undo"]
+
+
+async def test_a_step_that_swallows_the_interruption_is_not_recorded(make_engine: MakeEngine) -> None:
+    """A replay does not run it, so the body must not go on from its result now."""
+
+    async def stubborn(well: bool) -> str:
+        gate["entered"].set()
+        try:
+            await gate["go"].wait()
+        except asyncio.CancelledError:
+            if not well:
+                raise ValueError("not well") from None
+        return "all the same"
+
+    @keiro.workflow(cleanup=True)
+    async def will_not(run: keiro.WorkflowRun, well: bool) -> None:
+        try:
+            calls.append(await run.step(stubborn, well))
+        except asyncio.CancelledError:
+            await run.step(undo, "stubborn")
+            raise
+
+    async with make_engine(will_not) as engine:
+        for well in (True, False):
+            gate["entered"].clear()
+            handle = await engine.start(will_not, well, id=str(well))
+            await gate["entered"].wait()
+            assert await handle.cancel(wait=True)
+            await cancelled(handle)
+            assert await step_names(handle) == ["undo"]
+        assert calls == ["undo stubborn", "undo stubborn"]
+
+
+async def test_a_replay_is_not_interrupted_before_it_has_come_to_where_it_was(make_engine: MakeEngine) -> None:
+    """Also where the body awaits something of its own in between."""
+
+    @keiro.workflow(cleanup=True)
+    async def dawdles(run: keiro.WorkflowRun) -> None:
+        done = []
+        try:
+            for number in range(3):
+                done.append(await run.step(note, number))
+                await asyncio.sleep(0.05)
+            await run.deferred("never").result()
+        finally:
+            await run.step(slow_undo, len(done))
+
+    async with make_engine(dawdles, grace=0) as engine:
+        handle = await engine.start(dawdles, id="a")
+        await reached_step(handle, "note#3")
+        await waiting(engine, handle)
+        assert await handle.cancel()
+        await gate["cleaning"].wait()
+    gate["clean"].set()
+    async with make_engine(dawdles) as engine:
+        await cancelled(engine.handle("wf:dawdles-a"))
+        assert calls == [0, 1, 2, "undoing 3", "undoing 3", "undone 3"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["here", "replayed"])
+async def test_a_task_that_nobody_awaits_is_interrupted_too(make_engine: MakeEngine, again: bool) -> None:
+    @keiro.workflow(cleanup=True)
+    async def leaves(run: keiro.WorkflowRun) -> None:
+        async def other() -> None:
+            try:
+                await run.deferred("other").result()
+            except asyncio.CancelledError:
+                calls.append("other")
+
+        task = asyncio.create_task(other())
+        try:
+            await run.deferred("never").result()
+        finally:
+            await asyncio.wait([task])
+            await run.step(undo, "both")
+
+    async with make_engine(leaves, grace=0) as engine:
+        handle = await engine.start(leaves, id="a")
+        await waiting(engine, handle)
+        if not again:
+            assert await handle.cancel(wait=True)
+    async with make_engine(leaves) as engine:
+        handle = engine.handle("wf:leaves-a")
+        await handle.cancel()
+        await cancelled(handle)
+        assert calls == ["other", "undo both"]
+
+
+async def test_the_reason_and_the_grace_of_a_run_are_those_it_was_started_with(make_engine: MakeEngine) -> None:
+    """A cancellation needs no code: what a run has is on its row, whatever its workflow says by now."""
+
+    @keiro.workflow(name="changed", cleanup=True, grace=5)
+    async def before(run: keiro.WorkflowRun) -> None:
+        await run.deferred("never").result()
+
+    @keiro.workflow(name="changed")
+    async def after(run: keiro.WorkflowRun) -> None:
+        try:
+            await run.deferred("never").result()
+        finally:
+            await run.step(undo, "changed")
+
+    async with make_engine(before, grace=0) as engine:
+        handle = await engine.start(before, id="a")
+        assert (await handle.run()).cleanup_ms == 5_000
+    async with make_engine(after) as engine:
+        handle = engine.handle("wf:changed-a")
+        assert await handle.cancel(wait=True)
+        await cancelled(handle)
+        assert calls == ["undo changed"]
+
+
 def test_what_is_no_cleanup_or_no_grace_is_refused() -> None:
     async def body(run: keiro.WorkflowRun) -> None: ...
 
