@@ -53,7 +53,7 @@ from keiro.stores.pq import Connection, ConnectionLost, Param, Result, Statement
 from keiro.stores.recorders.postgres import (
     PostgresFactory as PostgresFactory,  # the module serves as PERSISTENCE_MODULE too
 )
-from keiro.stores.sets import gathered
+from keiro.stores.sets import Last, gathered
 from keiro.stores.sql import MUTABLE, Execute, Program, Sql
 from keiro.stores.transaction import GatedQueue, Snapshot
 
@@ -71,7 +71,11 @@ SILENT_S: float = 10.0
 FEW: Final = 4
 """Up to so many commands, statements without arrays in one round trip cost less than one with arrays."""
 CHANNEL: Final = "keiro"
-_BEGIN: Final = (("BEGIN", ()), ("SELECT pg_advisory_xact_lock($1)", (LOCK_KEY,)))
+_BEGIN: Final[tuple[tuple[str, Sequence[Param]], ...]] = (
+    ("BEGIN", ()),
+    ("SELECT pg_advisory_xact_lock($1)", (LOCK_KEY,)),
+)
+_COMMIT: Final[tuple[tuple[str, Sequence[Param]], ...]] = (("COMMIT", ()),)
 # Whatever the default of the database or the role. Under a stricter isolation the look after the lock would still see
 # what was before it, and a mere read could be refused for what others write.
 _READ_COMMITTED: Final = "SET default_transaction_isolation = 'read committed'"
@@ -582,13 +586,15 @@ class PostgresStore:
                 if snapshot is not None:
                     snapshot.rewind()
                 conn = await self._writer_now()
-                await conn.pipeline(_BEGIN)
-                after = 0 if inline is None else await _drive(conn, inline.head(), typed=True)
                 commands = [pending.command for pending in batch]
-                decisions = await _drive(conn, self._sql.execute(commands))
-                if inline is not None:
+                if inline is None:
+                    decisions = await _transact(conn, self._sql.execute(commands))
+                else:
+                    await conn.pipeline(_BEGIN)
+                    after = await _drive(conn, inline.head(), typed=True)
+                    decisions = await _drive(conn, self._sql.execute(commands))
                     await _drive(conn, inline.project(after, memory=snapshot is not None), typed=True)
-                await conn.execute("COMMIT")
+                    await conn.execute("COMMIT")
                 if snapshot is not None:
                     snapshot.accept()
                 break
@@ -641,11 +647,7 @@ class PostgresStore:
             deadline = self._loop.time() + RECONNECT_S
             while True:
                 try:
-                    conn = await self._writer_now()
-                    await conn.pipeline(_BEGIN)
-                    result = await _drive(conn, program(), typed=typed)
-                    await conn.execute("COMMIT")
-                    return result
+                    return await _transact(await self._writer_now(), program(), typed=typed)
                 except Exception as error:
                     await self._roll_back()
                     if not _again(error) or self._loop.time() > deadline or self._given_up:
@@ -972,21 +974,40 @@ class _Projecting:
 
 async def _drive(conn: Connection, program: Program[T], *, typed: bool = False) -> T:
     """Run a program; `typed`, its values and rows are of any type psycopg knows, else of ours as text."""
+    return await _run(conn, program, (), typed=typed)
+
+
+async def _transact(conn: Connection, program: Program[T], *, typed: bool = False) -> T:
+    """Run a program in a transaction of its own, under the lock, with no round trip for its beginning and, where the
+    program knows its end, none for that."""
+    return await _run(conn, program, _BEGIN, typed=typed)
+
+
+async def _run(
+    conn: Connection, program: Program[T], begin: Sequence[tuple[str, Sequence[Param]]], *, typed: bool
+) -> T:
     adapted, loaded = (sendable, attrgetter("values")) if typed else (_adapted, attrgetter("rows"))
+    first, end = begin, (_COMMIT if begin else ())
+    committed = False
     try:
         statements = next(program)
         while True:
             try:
                 sent = list(gathered([(sql, adapted(values)) for sql, values in statements], array))
-                results = await conn.pipeline([(_numbered(one.sql), one.params) for one in sent])
+                last = end if isinstance(statements, Last) else ()
+                calls = [(_numbered(one.sql), one.params) for one in sent]
+                results = (await conn.pipeline([*first, *calls, *last]))[len(first) :]
+                first, committed = (), bool(last)
             except Exception as error:
                 statements = program.throw(error)
             else:
-                answers = zip(sent, results, strict=True)
+                answers = zip(sent, results[: len(sent)], strict=True)
                 statements = program.send([rows for one, result in answers for rows in one.apart(list(loaded(result)))])
     except StopIteration as stop:
         value: T = stop.value
-        return value
+    if end and not committed and not first:
+        await conn.execute("COMMIT")
+    return value
 
 
 _HISTORIES: Final = (

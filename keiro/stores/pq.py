@@ -44,6 +44,10 @@ _REPEATABLE = frozenset((b"BEGIN", b"SET", b"LOCK", b"SELECT", b"INSERT", b"UPDA
 
 _MAX_PREPARED = 256
 
+_REPLAN = 1 << 16
+"""Once so many bytes of parameters were sent, and whenever they have doubled, statements are planned anew: a plan that
+was made for empty tables, which the server keeps until it has looked at them, scans them however long they get."""
+
 _PLAIN = frozenset((str, int, bool, bytes))
 
 _NUL = "Postgres cannot hold NUL (\\0) in text"
@@ -146,6 +150,8 @@ class Connection:
         self._prepared: dict[str, bytes] = {}
         self._names = itertools.count(1)
         self._outdated = False
+        self._sent = 0  # bytes of parameters
+        self._replan_at = _REPLAN
         pgconn.notice_handler = self._heard
         self._loop.add_reader(self._socket, self._readable)
 
@@ -279,6 +285,12 @@ class Connection:
     async def _exchange(self, calls: list[_Call]) -> list[PGresult]:
         """Send the calls, each prepared if it is not yet, and return one answer for each."""
         prepared = self._prepared
+        for _, values, _ in calls:
+            self._sent += sum([len(value) for value in values if value is not None])
+        # Not within a transaction: a statement that has failed there is sent once more only outside.
+        if self._sent > self._replan_at and self._pgconn.transaction_status == _IDLE:
+            self._replan_at = 2 * self._sent
+            self._forget_prepared()
         if len(calls) == 1 and (name := prepared.get(calls[0][0])) is not None:
             _, values, formats = calls[0]
             return await self._round_trip(self._pgconn.send_query_prepared, name, values, formats)

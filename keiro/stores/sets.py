@@ -15,6 +15,11 @@ FEWEST: Final = 4
 """From so many rows on, arrays cost less."""
 Row: TypeAlias = tuple[Any, ...]
 
+
+class Last(list[tuple[str, Sequence[Any]]]):
+    """The statements after which a program has no more: they may be committed in the same round trip."""
+
+
 _KINDS: Final = {
     **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority"), "bigint"),
     "cleanup_ms": "bigint",

@@ -22,7 +22,7 @@ from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Candidate, Incarnation, WorkerRow
-from keiro.stores.sets import PerRow, inserted, updated
+from keiro.stores.sets import Last, PerRow, inserted, updated
 from keiro.stores.work import consider, execute
 
 Row: TypeAlias = tuple[Any, ...]
@@ -533,7 +533,7 @@ class Sql:
                 # In the transaction that makes them running: a crash takes both or none.
                 writes.append((text.take_starts, (queue, now, started)))
                 writes.append((text.forget_starts, (queue, now - LONGEST_S * 1000)))
-        yield writes
+        yield Last(writes)
         return [
             (
                 claimed(run, now),
@@ -587,7 +587,7 @@ class Sql:
         (gone,) = yield [(self.text.delete_worker, (worker.worker_key, worker.lease_expires_at_ms))]
         if not gone:
             return False
-        yield [(self.text.orphan_runs, (worker.worker_key,)), (self.text.orphan_heads, (worker.worker_key,))]
+        yield Last([(self.text.orphan_runs, (worker.worker_key,)), (self.text.orphan_heads, (worker.worker_key,))])
         return True
 
     def adopt_orphans(self) -> Program[bool]:

@@ -39,7 +39,7 @@ from keiro.identity import RunId, parse_run_id
 from keiro.projections.waits import SEALED, TIMESTAMPS, Change, Forget, Put, timestamp
 from keiro.projections.waits import Set as SetColumns
 from keiro.rows import Head, Run
-from keiro.stores.sets import deleted, inserted, updated
+from keiro.stores.sets import Last, deleted, inserted, updated
 
 if TYPE_CHECKING:
     from keiro.stores.sql import Program, Row, Sql, Statement
@@ -67,7 +67,7 @@ def execute(sql: Sql, commands: Sequence[Command]) -> Program[list[Decision]]:
             yield from work.flush()  # a run that was collected in this batch begins anew
         work.apply(decision)
         decisions.append(decision)
-    yield from work.flush()
+    yield from work.flush(final=True)
     return [work.keyed(decision) for decision in decisions]
 
 
@@ -267,17 +267,17 @@ class _Work:
                     self._overtaken = {key: True if key[0] == run_id else seen for key, seen in self._overtaken.items()}
             self._writes.append(write)
 
-    def flush(self) -> Program[None]:
+    def flush(self, *, final: bool = False) -> Program[None]:
         """Write what was decided since the last time: of each run its events, and once how it stands after them."""
-        yield from self._flush()
         gone, self._gone = self._gone, {}
+        yield from self._flush(final=final and not gone)
         if gone:
             text = self._sql.text
             # Whom they have borne goes on as if it had been started alone.
             statements = [(text.free_children, (run.run_id,)) for run in gone.values() if run.round_ordinal == 0]
             yield [*statements, *((text.delete_run, (run.run_key,)) for run in gone.values())]
 
-    def _flush(self) -> Program[None]:
+    def _flush(self, *, final: bool) -> Program[None]:
         writes, self._writes = self._writes, []
         if not writes:
             return
@@ -321,7 +321,7 @@ class _Work:
         statements += appended
         statements += born  # after the events of those who bore them
         statements += self._changes(writes)
-        results = yield statements
+        results = yield Last(statements) if final else statements
         for place, run_id in enumerate(births):
             self._keys[run_id] = int(results[place][0][0])
 
