@@ -187,6 +187,22 @@ class Level(IntEnum):
     HIGH = 3
 
 
+async def test_a_plan_made_for_an_empty_table_is_not_kept_while_it_fills(connection: Connection) -> None:
+    """The server keeps the plan of a prepared statement until it has looked at the table, which it does once a minute."""
+    await connection.execute("CREATE TEMP TABLE filled (id int PRIMARY KEY, done bool, note text)")
+    update = "UPDATE filled f SET done = true FROM unnest($1::int[]) AS t(id) WHERE f.id = t.id AND f.done IS NULL"
+    for _ in range(8):
+        await connection.execute(update, ["{1}"])
+    for at in range(0, 20_000, 500):
+        rows = array(list(range(at, at + 500)))
+        await connection.execute("INSERT INTO filled SELECT unnest($1::int[]), NULL, $2", [rows, "x" * 20])
+        for _ in range(6):  # so many until it settles for a plan
+            await connection.execute(update, [array([at])])
+    name = await value(connection, "SELECT name FROM pg_prepared_statements WHERE statement = $1", update)
+    plan = await connection.execute(f"EXPLAIN (COSTS OFF) EXECUTE {name}('{{1,2}}')")
+    assert not any("Seq Scan on filled" in str(line) for line in plan.rows), plan.rows
+
+
 async def test_parameters_reach_the_server_as_they_are(connection: Connection) -> None:
     row = await connection.execute(
         "SELECT $1::text, $2::bigint, $3::boolean, $4::text, $5::text, $6::int, $7::text",
