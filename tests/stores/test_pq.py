@@ -188,18 +188,24 @@ class Level(IntEnum):
 
 
 async def test_a_plan_made_for_an_empty_table_is_not_kept_while_it_fills(connection: Connection) -> None:
-    """The server keeps the plan of a prepared statement until it has looked at the table, which it does once a minute."""
-    await connection.execute("CREATE TEMP TABLE filled (id int PRIMARY KEY, done bool, note text)")
-    update = "UPDATE filled f SET done = true FROM unnest($1::int[]) AS t(id) WHERE f.id = t.id AND f.done IS NULL"
+    """The server keeps a prepared statement's plan until it has looked at the table, which it does once a minute."""
+    notes = ", ".join(f"note{n} text" for n in range(12))
+    await connection.execute(
+        f"CREATE TEMP TABLE filled (id text, kind text, done bool, {notes}, PRIMARY KEY (id, kind))"
+    )
+    update = (
+        "UPDATE filled f SET done = true FROM unnest($1::text[], $2::text[]) AS t(id, kind)"
+        " WHERE f.id = t.id AND f.kind = t.kind AND f.done IS NULL"
+    )
     for _ in range(8):
-        await connection.execute(update, ["{1}"])
+        await connection.execute(update, [array(["1"]), array(["a"])])
     for at in range(0, 20_000, 500):
-        rows = array(list(range(at, at + 500)))
-        await connection.execute("INSERT INTO filled SELECT unnest($1::int[]), NULL, $2", [rows, "x" * 20])
+        rows = array([str(number) for number in range(at, at + 500)])
+        await connection.execute("INSERT INTO filled SELECT unnest($1::text[]), 'a', NULL, $2", [rows, "x" * 20])
         for _ in range(6):  # so many until it settles for a plan
-            await connection.execute(update, [array([at])])
+            await connection.execute(update, [array([str(at)]), array(["a"])])
     name = await value(connection, "SELECT name FROM pg_prepared_statements WHERE statement = $1", update)
-    plan = await connection.execute(f"EXPLAIN (COSTS OFF) EXECUTE {name}('{{1,2}}')")
+    plan = await connection.execute(f"EXPLAIN (COSTS OFF) EXECUTE {name}('{{1,2}}', '{{a,a}}')")
     assert not any("Seq Scan on filled" in str(line) for line in plan.rows), plan.rows
 
 
