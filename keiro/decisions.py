@@ -12,6 +12,7 @@ runs under way its rounds would take longer than the decisions.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from itertools import takewhile
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -177,11 +178,22 @@ class Fire(msgspec.Struct, frozen=True, gc=False):
 
 class Collect(msgspec.Struct, frozen=True, gc=False):
     """Delete a lineage that ended at `before_ms` or earlier and that nobody can ask for any more. `parent` is the
-    lineage that attached to it, where it was not born as a child."""
+    lineage that attached to it, where it was not born as a child. A `preview` takes for deleted what goes before it in
+    the same collection: old rounds, and failed parents."""
 
     run_id: str
     before_ms: int
     parent: str | None = None
+    preview: bool = False
+
+
+class Trim(msgspec.Struct, frozen=True, gc=False):
+    """Delete rounds of a lineage that nothing needs any more and that ended at `before_ms` or earlier: the oldest ones,
+    `most` at most. The lineage stays, whether it goes on or not."""
+
+    run_id: str
+    before_ms: int
+    most: int
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -243,9 +255,10 @@ class Acted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Rounds(msgspec.Struct, frozen=True, gc=False):
-    """Asks for all rounds of a lineage: answered with rows, the newest first."""
+    """Asks for the rounds of a lineage after round 0: answered with rows, the oldest first, `most` at most."""
 
     lineage_id: str
+    most: int
 
 
 class Links(msgspec.Struct, frozen=True, gc=False):
@@ -256,7 +269,7 @@ class Links(msgspec.Struct, frozen=True, gc=False):
 
 Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds | Links
 Command: TypeAlias = (
-    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Resurrect | Retract | Fire | Collect
+    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Resurrect | Retract | Fire | Collect | Trim
 )
 
 
@@ -312,7 +325,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
 
 
 class Collected(msgspec.Struct, frozen=True, gc=False):
-    """The lineage is deleted, with all its rounds."""
+    """So many rounds are deleted: all of a lineage, or with `Trim` old ones."""
 
     rounds: int
 
@@ -349,7 +362,7 @@ class Write(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
     a run that its sender owns and may not know of: a start whose first answer was lost. `own` says that the first write
-    is its owner's. `gone` are the rounds of a lineage that are deleted, the newest first."""
+    is its owner's. `gone` are the rounds of a lineage that are deleted, the newest first: all, or neighbours."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
@@ -398,6 +411,8 @@ def decide(command: Command) -> Deciding:
             return _fire(command)
         case Collect():
             return _collect(command)
+        case Trim():
+            return _trim(command)
 
 
 def first_need(command: Command) -> Need:
@@ -800,19 +815,54 @@ def _fire(command: Fire) -> Deciding:
     return Decision(Appended(write.head.version), (write,))
 
 
+MOST_ROUNDS: Final = 100
+"""So many rounds are deleted in one transaction, besides round 0."""
+
+
+def spent(one: Run, newest: Run, before_ms: int) -> bool:
+    """Whether nothing needs a round any more, though its lineage stays: it handed off at `before_ms` or earlier, and it
+    is neither the first, nor the newest, nor the one before that.
+
+    Round 0 has the key and the input that a start is compared with, and is what parents, children and handles refer to.
+    The newest goes on, or is what all ask how the lineage ended. The one before it is where the newest has come from:
+    it may read how that ended, and attach to its children. Of any other round, what was to be kept was carried over
+    when it ended, or is of the lineage: children are told, asked for and cancelled by round 0's id.
+    """
+    handed_off = one.handoff_run_id is not None and one.finished_at_ms is not None and one.finished_at_ms <= before_ms
+    return handed_off and 0 < one.round_ordinal < newest.round_ordinal - 1
+
+
+def _trim(command: Trim) -> Deciding:
+    newest: Loaded | None = yield Newest(command.run_id)
+    if newest is None:
+        return Decision(UnknownRun())
+    rounds: list[Run] = yield Rounds(command.run_id, command.most)
+    # From the oldest on, without a gap: so one round at most has lost the one before it.
+    gone = list(takewhile(lambda one: spent(one, newest.run, command.before_ms), rounds))
+    if not gone:
+        return Decision(Refused("each of its rounds is needed, or ended later"))
+    return Decision(Collected(len(gone)), gone=tuple(reversed(gone)))
+
+
 def _collect(command: Collect) -> Deciding:
-    kept = yield from _kept(command.run_id, command.before_ms, command.parent)
+    kept = yield from _kept(command.run_id, command.before_ms, command.parent, preview=command.preview)
     if kept is not None:
         return Decision(Refused(kept))
     newest: Loaded = yield Newest(command.run_id)
-    # Most have one round, which is known: no further question, and so no round trip under the lock.
-    rounds: list[Run] = (yield Rounds(command.run_id)) if newest.run.round_ordinal else [newest.run]
-    return Decision(Collected(len(rounds)), gone=tuple(rounds))
+    if not newest.run.round_ordinal:
+        # Most have one round, which is known: no further question, and so no round trip under the lock.
+        return Decision(Collected(1), gone=(newest.run,))
+    first: Loaded = yield One(command.run_id)
+    rounds: list[Run] = yield Rounds(command.run_id, MOST_ROUNDS + 1)
+    if len(rounds) > MOST_ROUNDS and not command.preview:
+        return Decision(Refused(f"it has more than {MOST_ROUNDS} rounds: trim it first"))
+    return Decision(Collected(1 + len(rounds)), gone=(*reversed(rounds), first.run))
 
 
-def _kept(lineage_id: str, before_ms: int, attached: str | None = None) -> Generator[Need, Any, str | None]:
-    """Why a lineage cannot be collected, if it cannot. It depends on no other collection of the same pass, so that a
-    preview lists what will go."""
+def _kept(
+    lineage_id: str, before_ms: int, attached: str | None = None, *, preview: bool
+) -> Generator[Need, Any, str | None]:
+    """Why a lineage cannot be collected, if it cannot."""
     newest: Loaded | None = yield Newest(lineage_id)
     if newest is None:
         return "there is no such run"
@@ -838,8 +888,9 @@ def _kept(lineage_id: str, before_ms: int, attached: str | None = None) -> Gener
         return f"{parent.run.run_id} may ask for it"
     if spawned.present is None or told.present is not None:
         return None
-    # Resurrected, the parent would be told then how the child ended: it goes with the parent, not before it.
-    if (yield from _kept(parent.run.lineage_id, before_ms)) is None:
+    # Resurrected, the parent would be told then how the child ended: it goes after the parent. Not with it: of two
+    # deletions one may fail, or be the last before a crash.
+    if preview and (yield from _kept(parent.run.lineage_id, before_ms, preview=True)) is None:
         return None
     return f"{parent.run.run_id} has failed and was not told how it ended"
 

@@ -35,6 +35,7 @@ from keiro.decisions import (
     Resurrect,
     Retract,
     Start,
+    UnknownRun,
     VersionConflict,
     new,
 )
@@ -628,6 +629,9 @@ class Engine:
             ).bytes
         while True:
             found = await journal.head(run_id)
+            if found is None and (later := await self._oldest_after(run_id)) is not None:
+                run_id = later
+                continue
             if found is None:
                 raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: start it first, or check its id")
             run, _ = found
@@ -667,8 +671,8 @@ class Engine:
                     if again is not None and again[0].handoff_run_id is not None:
                         continue  # it ended a round meanwhile, and goes on in the next
                     raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
-                case _:
-                    raise RunNotFound(f"there is no run {run_id!r} at {self._shown_url}: it was removed meanwhile")
+                case UnknownRun():
+                    continue  # it was deleted meanwhile, or only this round of it
 
     @property
     def repository(self) -> RunRepository:
@@ -728,6 +732,7 @@ class Engine:
     async def gc(self, older_than: float | timedelta, *, dry_run: bool = False) -> Collection:
         """Delete runs that ended at least `older_than` (seconds) ago, each with its rounds, events, waits and
         snapshots; with `dry_run` only list them. What is deleted is gone for good, and its key may be started anew.
+        Of runs that stay, rounds that handed off so long ago go, but for the first one and the two newest.
 
         A child stays while its parent may still ask how it ended; a child that still runs when its parent goes, goes on
         alone. Small transactions, one after the other: after a crash in between, call it again. Raises `InvalidCall`
@@ -784,10 +789,23 @@ class Engine:
 
     async def _last(self, run_id: str) -> Run:
         """The row of the newest round of a run."""
-        run = await self._row(run_id)
-        if run.handoff_run_id is None:
-            return run
-        return await self.store.newest(run.lineage_id) or run
+        self._opened()
+        run = await self.store.run(run_id)
+        if run is None or run.handoff_run_id is not None:
+            last = await self.store.newest(lineage_of(run_id))
+            # A round that was deleted has handed off: the run is where its newest one is.
+            if last is not None and last.round_ordinal >= parse_run_id(run_id).round:
+                return last
+        return run or await self._row(run_id)
+
+    async def _oldest_after(self, run_id: str) -> str | None:
+        """Of the rounds that stayed, the oldest one after a round that was deleted; None where none was."""
+        run = await self.store.newest(lineage_of(run_id))
+        if run is None or run.round_ordinal <= parse_run_id(run_id).round:
+            return None
+        while run.parent_run_id is not None and (before := await self.store.run(run.parent_run_id)) is not None:
+            run = before
+        return run.run_id
 
     # Waiting for ends
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
+from keiro import retention
 from keiro.cron import Cron
-from keiro.decisions import Appended, Collect, Collected, Existing, InputDiffers, Refused, Start, new
+from keiro.decisions import Appended, Collected, Existing, InputDiffers, Refused, Start, new
 from keiro.definition import Workflow
 from keiro.errors import InvalidCall, InvalidName, KeiroError, RunNotFound, StoreError
 from keiro.events import WorkflowStarted, time_of
@@ -262,7 +263,7 @@ class Schedules:
 
     async def _remove(self, key: str) -> None:
         own = run_id(SCHEDULE, key)
-        match await self._engine.store.submit(Collect(own, 2**53 - 1)):
+        match await retention.remove(self._engine.store, own):
             case Collected():
                 self._engine._forgotten(own)
             case Refused(reason):

@@ -265,7 +265,10 @@ def collected(found: Collection, as_json: bool, *, yes: bool) -> None:
         f"{len(found.collected)} {'deleted' if yes else 'would be deleted'}, {found.runs} rounds in all"
         + (f"; {held} are still held by their parents" if held else "")
     )
-    if not yes and found.collected:
+    if found.shortened:
+        rounds = sum(number for _, number in found.shortened)
+        note(f"{rounds} old rounds of {len(found.shortened)} runs that stay {'deleted' if yes else 'would be deleted'}")
+    if not yes and (found.collected or found.shortened):
         note("nothing was changed: the same command with --yes does it")
 
 

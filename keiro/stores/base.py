@@ -68,11 +68,14 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A lineage whose newest round, `run_key`, has ended. `parent` is the lineage that has it as a child."""
+    """A lineage whose newest round, `run_key`, has ended, with so many rounds and so many events in all of them;
+    `parent` is the lineage that has it as a child. Or an old round of a lineage, alone."""
 
     run_id: str
     finished_at_ms: int
     run_key: int
+    rounds: int
+    events: int
     parent: str | None
 
 
@@ -213,6 +216,10 @@ class Store(Protocol):
     async def ended_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
         """Lineages whose newest round ended at `before_ms` or earlier, oldest end first, from behind `after` (the end
         and the run_key of the last one of the page before)."""
+
+    async def handed_off_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """As `ended_before`, the rounds that handed off at `before_ms` or earlier, but for round 0 and the last but one
+        of each lineage."""
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen and make its runs pending; False if it renewed or is gone already."""

@@ -94,7 +94,7 @@ class Database:
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
         self.kept: dict[str, MemoryRows] = {}
-        self.last_rounds: dict[str, str] = {}
+        self.rounds: dict[str, list[str]] = {}  # of lineages: the rounds after round 0, the oldest first
         self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
         self.under: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         self.due: set[int] = set()
@@ -214,8 +214,16 @@ class Database:
                 for key in self.under.pop((table, run.workflow, run.run_id), ()):
                     self.rows[table].pop(key, None)
             if run.round_ordinal == 0:
-                self.last_rounds.pop(run.run_id, None)
                 self._forget_children(run)
+                continue
+            rounds = self.rounds[run.lineage_id]
+            at = rounds.index(run.run_id)
+            following = self.runs.get(rounds[at + 1]) if at + 1 < len(rounds) else None
+            if following is not None and following.parent_run_id == run.run_id:
+                self.keep(replace(following, parent_run_id=None))
+            del rounds[at]
+            if not rounds:
+                del self.rounds[run.lineage_id]
 
     def _forget_children(self, run: Run) -> None:
         rows = self.rows.get(CHILDREN, {})
@@ -369,11 +377,9 @@ class MemoryStore:
                 present = None if event_id is None else self._by_event.get((key, event_id))
                 return Loaded(run, self._heads[key], present, overtaken)
             case Newest(lineage_id):
-                last = self._db.last_rounds.get(lineage_id, lineage_id)
-                return self._answer(One(last))
-            case Rounds(lineage_id):
-                of_lineage = [run for run in self._runs.values() if run.lineage_id == lineage_id]
-                return sorted(of_lineage, key=lambda run: -run.round_ordinal)
+                return self._answer(One(self._db.rounds.get(lineage_id, [lineage_id])[-1]))
+            case Rounds(lineage_id, most):
+                return [self._runs[name] for name in self._db.rounds.get(lineage_id, ())[:most]]
             case Acted(run_id, after):
                 since = self._by_run[self._runs[run_id].run_key][after:]
                 return any(row.topic == "StepRecorded" or ":" in row.topic for row in since)
@@ -422,7 +428,7 @@ class MemoryStore:
                 self._ids[run_key] = write.run_id
                 self._by_run[run_key] = []
                 if write.run.round_ordinal:
-                    self._db.last_rounds[write.run.lineage_id] = write.run_id
+                    self._db.rounds.setdefault(write.run.lineage_id, []).append(write.run_id)
             self._heads[run_key] = write.head
             if write.run is not write.before:
                 self._db.keep(write.run)
@@ -608,8 +614,8 @@ class MemoryStore:
 
     async def newest(self, lineage_id: str) -> Run | None:
         """The newest round."""
-        last = self._db.last_rounds.get(lineage_id)
-        return None if last is None else self._runs[last]
+        rounds = self._db.rounds.get(lineage_id)
+        return None if rounds is None else self._runs[rounds[-1]]
 
     async def children(self, workflow: str, key: str) -> list[ChildRow]:
         """The children of a run."""
@@ -640,7 +646,28 @@ class MemoryStore:
                 if run.finished_at_ms is not None and run.handoff_run_id is None and run.finished_at_ms <= before_ms
             )
             page = heapq.nsmallest(limit, (one for one in found if one[:2] > after))
-            return [Candidate(run.lineage_id, ended, key, self._db.parent_of(run)) for ended, key, run in page]
+            return [
+                Candidate(run.lineage_id, ended, key, *self._size(run.lineage_id), self._db.parent_of(run))
+                for ended, key, run in page
+            ]
+
+    def _size(self, lineage_id: str) -> tuple[int, int]:
+        rounds = [self._runs[name] for name in (lineage_id, *self._db.rounds.get(lineage_id, ()))]
+        return len(rounds), sum(self._heads[run.run_key].version for run in rounds)
+
+    async def handed_off_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """Old rounds."""
+        with self._db.lock:
+            found = (
+                (run.finished_at_ms, run.run_key, run)
+                for rounds in self._db.rounds.values()
+                for run in map(self._runs.__getitem__, rounds[:-2])
+                if run.finished_at_ms is not None and run.finished_at_ms <= before_ms
+            )
+            page = heapq.nsmallest(limit, (one for one in found if one[:2] > after))
+            return [
+                Candidate(run.lineage_id, ended, key, 1, self._heads[key].version, None) for ended, key, run in page
+            ]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

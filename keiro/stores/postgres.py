@@ -851,6 +851,11 @@ class PostgresStore:
         rows = await self._select(*self._sql.ended_before(before_ms, after, limit))
         return [self._sql.to_candidate(row) for row in rows]
 
+    async def handed_off_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """Old rounds."""
+        rows = await self._select(*self._sql.handed_off_before(before_ms, after, limit))
+        return [self._sql.to_candidate(row) for row in rows]
+
     # Workers
 
     async def register(self, incarnation: Incarnation) -> int:

@@ -171,6 +171,12 @@ runs: Final = Table(
         where="finished_at_ms IS NOT NULL AND handoff_run_id IS NULL",
     ),
     _partial(
+        "keiro_runs_handed_off_idx",
+        "finished_at_ms",
+        "run_key",
+        where="handoff_run_id IS NOT NULL AND round_ordinal > 0",
+    ),
+    _partial(
         "keiro_runs_asked_idx",
         "cancel_requested_at_ms",
         where="cancel_requested_at_ms IS NOT NULL AND finished_at_ms IS NULL",

@@ -22,7 +22,7 @@ from keiro.projections.runs import claimed
 from keiro.projections.waits import TIMESTAMPS, ChildRow
 from keiro.rows import PAYLOAD_COLUMNS, RUN_COLUMNS, Head, Run, Status
 from keiro.stores.base import LEASE_MS, MOST_CLAIMED, MOST_WRITTEN, Candidate, Incarnation, WorkerRow
-from keiro.stores.sets import Last, PerRow, inserted, updated
+from keiro.stores.sets import Last, PerRow, deleted, inserted, updated
 from keiro.stores.work import consider, execute
 
 Row: TypeAlias = tuple[Any, ...]
@@ -130,16 +130,31 @@ class Tables:
         )
         self.drop_step_maps = f"DELETE FROM {maps} WHERE run_key = ?"
         self.rounds = (
-            f"SELECT {run} FROM {runs} r WHERE r.run_id = ? UNION ALL SELECT {run} FROM {runs} r"
-            " WHERE r.lineage_id = ? AND r.round_ordinal > 0 ORDER BY round_ordinal DESC"
+            f"SELECT {run} FROM {runs} r WHERE r.lineage_id = ? AND r.round_ordinal > 0"
+            " ORDER BY r.round_ordinal LIMIT ?"
         )
-        self.free_children = f"UPDATE {runs} SET parent_run_id = NULL WHERE parent_run_id = ? AND round_ordinal = 0"
+        self.free = f"UPDATE {runs} SET parent_run_id = NULL WHERE parent_run_id = ?"
         self.delete_run = f"DELETE FROM {runs} WHERE run_key = ?"
+        # How many rounds there are, and how many events in all of them, is asked only where there is more than one.
+        later = f"FROM {runs} x JOIN {heads} y ON y.run_key = x.run_key WHERE x.lineage_id = r.lineage_id"
+        later += " AND x.round_ordinal > 0"
+        zero = f"SELECT y.version FROM {runs} x JOIN {heads} y ON y.run_key = x.run_key WHERE x.run_id = r.lineage_id"
+        rounds = f"CASE WHEN r.round_ordinal = 0 THEN 1 ELSE (SELECT 1 + count(*) {later}) END"
+        events = f"CASE WHEN r.round_ordinal = 0 THEN h.version ELSE ({zero}) + (SELECT sum(y.version) {later}) END"
         self.ended_before = (
-            f"SELECT r.lineage_id, r.finished_at_ms, r.run_key, c.parent_id, c.parent_name FROM {runs} r"
+            f"SELECT r.lineage_id, r.finished_at_ms, r.run_key, {rounds}, {events}, c.parent_id, c.parent_name"
+            f" FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
             f" LEFT JOIN {children} c ON c.child_id = r.key AND c.child_name = r.workflow"
             " WHERE r.finished_at_ms IS NOT NULL AND r.handoff_run_id IS NULL AND r.finished_at_ms <= ?"
             " AND (r.finished_at_ms, r.run_key) > (?, ?) ORDER BY r.finished_at_ms, r.run_key LIMIT ?"
+        )
+        self.handed_off_before = (
+            f"SELECT r.lineage_id, r.finished_at_ms, r.run_key, 1, h.version, NULL, NULL FROM {runs} r"
+            f" JOIN {heads} h ON h.run_key = r.run_key"
+            " WHERE r.handoff_run_id IS NOT NULL AND r.round_ordinal > 0 AND r.finished_at_ms <= ?"
+            " AND (r.finished_at_ms, r.run_key) > (?, ?)"
+            f" AND EXISTS (SELECT 1 FROM {runs} n WHERE n.lineage_id = r.lineage_id AND n.round_ordinal > 0"
+            " AND n.round_ordinal > r.round_ordinal + 1) ORDER BY r.finished_at_ms, r.run_key LIMIT ?"
         )
         self.existing = f"SELECT r.run_id FROM {runs} r WHERE r.run_id IN ({{names}})"
         self.load_keys = f"SELECT {run} FROM {runs} r WHERE r.run_id = ?"
@@ -357,6 +372,7 @@ class Tables:
             setattr(self, name, PerRow.of(getattr(self, name), ["run_id", *columns], insert))
         self.update_head = updated(self.update_head, heads, ("version", "owner"), ("run_key",))
         self.update_run = updated(self.update_run, runs, MUTABLE, ("run_key",))
+        self.delete_run = deleted(self.delete_run, runs, ("run_key",))
 
 
 class Sql:
@@ -644,11 +660,15 @@ class Sql:
         """A page of lineages that have ended, in the order of their ends."""
         return self.text.ended_before, (before_ms, *after, limit)
 
+    def handed_off_before(self, before_ms: int, after: tuple[int, int], limit: int) -> Statement:
+        """A page of old rounds, in the order of their ends."""
+        return self.text.handed_off_before, (before_ms, *after, limit)
+
     def to_candidate(self, row: Row) -> Candidate:
-        """A row of `ended_before`."""
-        lineage_id, finished_at_ms, run_key, parent_key, parent_name = row
+        """A row of `ended_before`, or of `handed_off_before`."""
+        lineage_id, finished_at_ms, run_key, rounds, events, parent_key, parent_name = row
         parent = None if parent_key is None else run_id(parent_name, parent_key)
-        return Candidate(lineage_id, int(finished_at_ms), int(run_key), parent)
+        return Candidate(lineage_id, int(finished_at_ms), int(run_key), int(rounds), int(events), parent)
 
     def unregistered(self, workflows: Sequence[str], now_ms: int) -> Statement:
         """Names of other workflows with runs to be driven."""

@@ -567,6 +567,11 @@ class SQLiteStore:
         """Lineages that have ended."""
         return [self._sql.to_candidate(row) for row in self._select(*self._sql.ended_before(before_ms, after, limit))]
 
+    async def handed_off_before(self, before_ms: int, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """Old rounds."""
+        rows = self._select(*self._sql.handed_off_before(before_ms, after, limit))
+        return [self._sql.to_candidate(row) for row in rows]
+
     # Workers
 
     async def register(self, incarnation: Incarnation) -> int:

@@ -100,6 +100,7 @@ class _Work:
         self._listed: dict[Need, Any] = {}
         self._writes: list[Write] = []
         self._gone: dict[str, Run] = {}  # runs that are to be deleted, newest rounds first
+        self._freed: list[str] = []  # those of them that runs which stay refer to
         self._keys: dict[str, int] = {}
 
     # Loading
@@ -165,8 +166,8 @@ class _Work:
                 case Children(lineage_id, ended):
                     of = parse_run_id(lineage_id)
                     listed[need] = (text.ended_children if ended else text.children, (of.key, of.workflow))
-                case Rounds(lineage_id):
-                    listed[need] = (text.rounds, (lineage_id, lineage_id))
+                case Rounds(lineage_id, most):
+                    listed[need] = (text.rounds, (lineage_id, most))
                 case Links(child):
                     listed[need] = (text.links, (child,))
                 case Acted(run_id, after):
@@ -245,12 +246,16 @@ class _Work:
             self._runs[run.run_id] = None
             self._gone[run.run_id] = run
         if decision.gone:
-            lineage = decision.gone[0].lineage_id
-            self._newest[lineage] = None
+            newest, oldest = decision.gone[0], decision.gone[-1]
+            gone = {run.run_id for run in decision.gone}
+            if self._newest.get(newest.lineage_id) in gone:
+                self._newest[newest.lineage_id] = None
             for name, known in self._runs.items():
                 # Else it would be taken for a child of the next run with this id, in this very batch.
-                if known is not None and known[0].parent_run_id == lineage:
+                if known is not None and known[0].parent_run_id in gone:
                     self._runs[name] = (replace(known[0], parent_run_id=None), known[1])
+            # Whom round 0 has borne refers to it; to the others, only the round after the last of them.
+            self._freed.append((newest if oldest.round_ordinal else oldest).run_id)
         for write in decision.writes:
             run_id = write.run_id
             self._runs[run_id] = (write.run, write.head)
@@ -270,11 +275,12 @@ class _Work:
     def flush(self, *, final: bool = False) -> Program[None]:
         """Write what was decided since the last time: of each run its events, and once how it stands after them."""
         gone, self._gone = self._gone, {}
+        freed, self._freed = self._freed, []
         yield from self._flush(final=final and not gone)
         if gone:
             text = self._sql.text
-            # Whom they have borne goes on as if it had been started alone.
-            statements = [(text.free_children, (run.run_id,)) for run in gone.values() if run.round_ordinal == 0]
+            # Children that go on do so as if they had been started alone, and a round as if it were the first.
+            statements = [(text.free, (name,)) for name in freed]
             yield [*statements, *((text.delete_run, (run.run_key,)) for run in gone.values())]
 
     def _flush(self, *, final: bool) -> Program[None]:

@@ -21,7 +21,7 @@ def rows_left(engine: keiro.Engine) -> dict[str, int]:
     if engine.url.startswith("memory"):
         db = store._db
         counts = {name: len(rows) for name, rows in db.rows.items()}
-        parts = ("runs", "ids", "heads", "pending", "due", "by_run", "by_event", "last_rounds", "under")
+        parts = ("runs", "ids", "heads", "pending", "due", "by_run", "by_event", "rounds", "under")
         counts |= {name: len(getattr(db, name)) for name in parts}
         counts |= {"journal": len(db.journal.read(0)), "linked": sum(map(len, db.linked.values()))}
         counts |= {"snapshots": len(db.snapshots._rows)}

@@ -46,7 +46,7 @@ def left_over(store_url: str, engine: keiro.Engine) -> dict[str, int]:
             "journal": len(db.journal.read(0)),
             "by_event": len(db.by_event),
             "by_run": len(db.by_run),
-            "rounds": len(db.last_rounds),
+            "rounds": len(db.rounds),
             "under": len(db.under),
             **{name: len(rows) for name, rows in db.rows.items()},
         }

@@ -612,9 +612,9 @@ async def test_what_has_ended_is_found_by_an_index_on_sqlite(tmp_path: Any) -> N
         plan = [row[3] for row in store._conn.execute(f"EXPLAIN QUERY PLAN {sql}", values)]
         assert "keiro_runs_finished_idx (" in plan[0] and not any("SCAN" in one or "TEMP" in one for one in plan)
         for sql, values in (
-            (store._sql.text.free_children, ("a",)),
+            (store._sql.text.free, ("a",)),
             (store._sql.text.delete_run, (1,)),
-            (store._sql.text.rounds, ("a", "a")),
+            (store._sql.text.rounds, ("a", 7)),
         ):
             plan = [row[3] for row in store._conn.execute(f"EXPLAIN QUERY PLAN {sql}", values)]
             assert not any("SCAN" in one for one in plan), (sql, plan)
@@ -641,7 +641,7 @@ async def test_what_has_ended_is_found_by_an_index_on_postgres(postgres_url: str
             connection.execute("SET plan_cache_mode = force_generic_plan")
             statements = (
                 text.ended_before,
-                text.free_children,
+                text.free,
                 text.delete_run,
             )
             for n, sql in enumerate(statements):
