@@ -470,8 +470,8 @@ def test_a_database_is_classified_by_its_revision(revision: str | None, has_tabl
 
 
 def test_an_older_revision_is_behind() -> None:
-    assert migrate.REVISIONS[:-1] == ("0001",)
-    assert migrate.classify("0001", True) == migrate.Behind("0001")
+    for revision in migrate.REVISIONS[:-1]:
+        assert migrate.classify(revision, True) == migrate.Behind(revision)
 
 
 @pytest.mark.parametrize("mode", ["migrate", "verify"])

@@ -34,6 +34,7 @@ from keiro.decisions import (
     Rotate,
     Spawn,
     Start,
+    Trim,
     fold,
     new,
 )
@@ -67,7 +68,7 @@ LANES = st.tuples(
 ).map(lambda lanes: [one for some in lanes for one in some])
 FAILURE = capture(ValueError("no"))
 FROM_OUTSIDE = (
-    "collect",
+    "collect", "trim",
     "deliver", "spawn", "spawn", "rotate", "cancel", "cancel", "grace", "resurrect", "retract", "fire", "fire", "end",
     "attributes", "nobody",
 )  # fmt: skip
@@ -134,6 +135,7 @@ class World:
         listed = [worker[row.worker_key] for row in await self.store.workers()]
         ended = sorted(run.run_id for run in await self.store.ended([run.run_id for run in runs]))
         candidates = await self.store.ended_before(2**53, (-1, 0), 1000)
+        candidates += await self.store.handed_off_before(2**53, (-1, 0), 1000)
         ended += [repr(replace(one, run_key=order[one.run_key])) for one in candidates]
         return rows, journal, by_run, listed, ended, await self.waits()
 
@@ -455,6 +457,8 @@ class Lockstep(RuleBasedStateMachine):
             case "collect":
                 parent = (None, None, "wf:alpha-b")[n % 3]
                 return Collect(lineage, self.now - (0, 10_000)[n % 2], parent)
+            case "trim":
+                return Trim(lineage, self.now - (0, 10_000)[n % 2], 1 + n // 2)
             case "attributes":
                 return born(workflow, key, n % 2, one, self.now, None, attributes={"n": n})
         if last not in known:
@@ -501,16 +505,22 @@ class Lockstep(RuleBasedStateMachine):
                 return Append(last, self.made(run, ("done", "fail", "cancel")[n // 2], "one", one), self.now, **owned)
         return Append(last, self.made_by_stranger(one), self.now)
 
+    @rule(workflow=st.sampled_from(WORKFLOWS), key=st.sampled_from(KEYS), times=st.integers(2, 4))
+    def rotates(self, workflow: str, key: str, times: int) -> None:
+        for _ in range(times):
+            ids = (self.fresh(), self.fresh())
+            self.submitted(lambda world, known: [self.sent(known, workflow, key, "rotate", 0, "owner", *ids)])  # noqa: B023
+
     def made_by_stranger(self, event_id: bytes) -> tuple[New, ...]:
         return (new(StepRecorded(step="one", result=msgspec.Raw(b"1")), event_id),)
 
 
 def newest(known: Known, workflow: str, key: str) -> str:
     """The run id of the newest round there is."""
-    ordinal = 0
-    while run_id(workflow, key, ordinal + 1) in known:
-        ordinal += 1
-    return run_id(workflow, key, ordinal)
+    lineage = run_id(workflow, key)
+    return run_id(
+        workflow, key, max([run.round_ordinal for run, _ in known.values() if run.lineage_id == lineage] or [0])
+    )
 
 
 def born(workflow: str, key: str, n: int, event_id: bytes, at_ms: int, owner: int | None, **more: Any) -> Start:
