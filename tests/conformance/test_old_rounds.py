@@ -1,4 +1,4 @@
-"""Old rounds of runs that stay: they go, in small parts, and nobody who asks for the run notices (U22, WF-95, WF-150)."""
+"""Old rounds of runs that stay: they go, in small parts, and nobody who asks for the run notices (U22, WF-150)."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ async def test_children_clocks_and_deferreds_of_old_rounds_are_missed_by_nobody(
         await (await until_known(engine, "wf:kid-a-5")).result(LIMIT_S)
         await until(handle, "running", "suspended")
         found = await engine.gc(older_than=0)
-        assert found.shortened == ((handle.run_id, 3 + 0),) or found.shortened == ((handle.run_id, 3),)
+        assert found.shortened == ((handle.run_id, 3),)
         assert sorted(found.collected) == [f"wf:kid-a-{n}" for n in range(4)]
         rows = rows_left(engine)
         clocks = next(n for name, n in rows.items() if name.endswith("clock_deadlines"))
@@ -369,7 +369,7 @@ async def test_no_transaction_deletes_more_than_it_may(
         assert found.shortened == ((live.run_id, 7),)
         trims = [[one for one in some if isinstance(one, Trim)] for some in sent]
         assert max(sum(one.most for one in some) for some in trims) == 3
-        assert max(len(some) for some in sent) == 3
+        assert max(len(some) for some in sent) <= 3
         assert await ordinals(engine, live.run_id) == [0, 8, 9]
         await engine.complete(live.run_id, "said", "yes")
         await live.result(LIMIT_S)
@@ -591,11 +591,13 @@ async def test_a_listing_of_rounds_that_is_old_by_now_deletes_nothing_that_is_ne
         handle = await waiting(engine, 5)
         store: Any = engine.store
         listed = store.handed_off_before
+        calls: list[str] = []
 
         async def overtaken(*args: Any) -> Any:
             page = await listed(*args)
-            if not page:
+            if not page or calls:
                 return page
+            calls.append(how)
             if how == "rotated":
                 await engine.complete(handle.run_id, "said", True)
                 await in_round(engine, handle, 6)
@@ -609,8 +611,8 @@ async def test_a_listing_of_rounds_that_is_old_by_now_deletes_nothing_that_is_ne
         monkeypatch.setattr(store, "handed_off_before", overtaken)
         found = await engine.gc(older_than=0)
         if how == "rotated":
-            # Not more than was listed, which were the oldest ones.
-            assert (found.shortened, await ordinals(engine)) == (((handle.run_id, 3),), [0, 4, 5, 6])
+            # The next page has the one that was needed when the first was listed.
+            assert (found.shortened, await ordinals(engine)) == (((handle.run_id, 4),), [0, 5, 6])
         else:
             assert found.shortened == ()
             assert await ordinals(engine) == ([0, 1, 2] if how == "resurrected" else [])

@@ -183,6 +183,7 @@ class Lockstep(RuleBasedStateMachine):
         super().__init__()
         self.now = 1_000_000
         self.serial = 0
+        self.clocked: set[str] = set()  # runs that may have clocks, which end with them: their end is not alone
         for world in self.worlds:
             world.store.now_ms = lambda: self.now  # type: ignore[method-assign]
 
@@ -363,6 +364,8 @@ class Lockstep(RuleBasedStateMachine):
         if who == "nobody" or head.owner is None:
             seen = max(head.version - 1, 0) if kind == "said" else None
             return Append(of, events, self.now, run.run_key, expected=seen)
+        if kind == "clock":
+            self.clocked.add(of)
         expected = versions.get(of, head.version) - (who == "late")
         versions[of] = expected + len(events)
         after = fold(run, events, self.now)
@@ -377,7 +380,7 @@ class Lockstep(RuleBasedStateMachine):
             after if after is not run else None,
             exact=who in ("exact", "late"),
             alone=kind not in ("sleep", "clock", "token")
-            and not (after.terminal and run.parent_run_id is not None)
+            and not (after.terminal and (run.parent_run_id is not None or of in self.clocked))
             and (after is run or run.cleanup_ms is None),
         )
 
@@ -518,9 +521,8 @@ class Lockstep(RuleBasedStateMachine):
 def newest(known: Known, workflow: str, key: str) -> str:
     """The run id of the newest round there is."""
     lineage = run_id(workflow, key)
-    return run_id(
-        workflow, key, max([run.round_ordinal for run, _ in known.values() if run.lineage_id == lineage] or [0])
-    )
+    rounds = [run.round_ordinal for run, _ in known.values() if run.lineage_id == lineage]
+    return run_id(workflow, key, max(rounds, default=0))
 
 
 def born(workflow: str, key: str, n: int, event_id: bytes, at_ms: int, owner: int | None, **more: Any) -> Start:
