@@ -360,12 +360,12 @@ class Lockstep(RuleBasedStateMachine):
         if of not in known:
             return Append(of, (new(StepRecorded(step=step, result=msgspec.Raw(b"1")), event_id),), self.now)
         run, head = known[of]
+        if kind == "clock":
+            self.clocked.add(of)
         events = self.made(run, kind, step, event_id, versions.get(of, head.version))
         if who == "nobody" or head.owner is None:
             seen = max(head.version - 1, 0) if kind == "said" else None
             return Append(of, events, self.now, run.run_key, expected=seen)
-        if kind == "clock":
-            self.clocked.add(of)
         expected = versions.get(of, head.version) - (who == "late")
         versions[of] = expected + len(events)
         after = fold(run, events, self.now)
