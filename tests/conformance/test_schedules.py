@@ -22,6 +22,7 @@ from keiro.schedules import Schedules
 from keiro.testing import SkippingClock
 from keiro.testing.replayer import replay_stored
 from tests.conformance.parking import parked
+from tests.conformance.retained import rows_left
 from tests.conftest import MakeEngine
 
 NEVER = "0 0 1 1 *"
@@ -647,6 +648,55 @@ async def test_retention_and_the_doctor_leave_a_schedule_alone(
         assert sorted(collected) == [f"wf:report-a-trigger-{n}" for n in range(3)]
         assert await engine.schedules.list() == [row]
         assert await (await engine.schedules.trigger("a")).result() == "all"
+
+
+async def test_a_schedule_that_has_ticked_for_long_has_few_rows_after_a_collection(at: At) -> None:
+    """U22: collected now and then while it ticks, it never has many; it ticks on, and can be changed and deleted."""
+    async with at("2026-12-01T07:30") as (engine, clock):
+        await engine.schedules.put("a", report, cron="* * * * *")
+        most = 0
+        for part in range(1, 5):
+            await clock.advance(timedelta(minutes=500))
+            await engine.gc(older_than=0)
+            rows = rows_left(engine)
+            most = max(most, sum(rows.values()))
+            rounds = await engine.runs(workflow=schedule.SCHEDULE)
+            last = rounds[0].round_ordinal
+            assert last == 500 * part // schedule.ROUND
+            assert [run.round_ordinal for run in rounds] == [last, last - 1, 0]
+        assert len(set(keys())) == 2000
+        assert most < 3 * 8 * schedule.ROUND
+        assert await engine.reconcile() == []
+        assert (await engine.rebuild("runs")).differences == 0
+
+        assert await engine.schedules.pause("a")
+        [row] = await engine.schedules.list()
+        assert (row.paused, row.last_run_id) == (True, f"wf:report-{keys()[-1]}")
+        assert await engine.schedules.resume("a")
+        await clock.advance(timedelta(minutes=1))
+        assert len(keys()) == 2001
+        assert await engine.schedules.delete("a")
+        await engine.gc(older_than=0)
+        assert rows_left(engine) == {}
+
+
+async def test_a_schedule_of_many_rounds_is_deleted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old rounds a few at a time, then the rest; the name is free."""
+    monkeypatch.setattr(schedule, "ROUND", 1)
+    monkeypatch.setattr("keiro.decisions.MOST_ROUNDS", 4)
+    async with make_engine(report) as engine:
+        await engine.schedules.put("a", report, cron=NEVER)
+        for n in range(12):
+            await (await engine.schedules.trigger("a", id=str(n))).result()
+        await until_rounds(engine, 12)
+        assert await engine.schedules.delete("a")
+        assert await engine.runs(workflow=schedule.SCHEDULE) == []
+        assert await engine.schedules.put("a", report, cron=NEVER)
+
+
+async def until_rounds(engine: keiro.Engine, ordinal: int) -> None:
+    while (await engine.handle(f"wf:{schedule.SCHEDULE}-a").run()).round_ordinal < ordinal:
+        await asyncio.sleep(0.005)
 
 
 async def test_a_look_at_schedules_that_are_deleted_and_put_meanwhile(make_engine: MakeEngine) -> None:
