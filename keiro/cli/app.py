@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from keiro.cli.reading import journal as reading
 from keiro.cli.replaying import replay_all
 from keiro.engine import DEFAULT_URL, Engine
 from keiro.errors import InvalidCall, KeiroError
+from keiro.events import Event, StateChanged, WorkflowCancelled
 from keiro.mapper import EventMapper
 from keiro.projections.steps import steps
 from keiro.rows import Status
@@ -172,8 +173,17 @@ def show(run_id: RunId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
     with _reporting(), reading(url) as journal:
         found = journal.run(run_id)
         mapper = EventMapper()
-        rows = steps(mapper.decode_row(event, run_id) for event in journal.events(found))
-    output.run(found, rows, as_json)
+        events = [mapper.decode_row(event, run_id) for event in journal.events(found)]
+    output.run(found, steps(events), as_json, _why_it_ends(events))
+
+
+def _why_it_ends(events: Sequence[Event]) -> str | None:
+    """The reason that somebody gave for the cancellation of a run, or for asking it to end."""
+    for event in reversed(events):
+        match event:
+            case WorkflowCancelled(reason=str(reason)) | StateChanged(state="cancel_requested", reason=str(reason)):
+                return reason
+    return None
 
 
 @app.command("steps")

@@ -58,6 +58,8 @@ def load_module(name: str) -> tuple[ModuleType, list[Workflow]]:
     """A module and its workflows. Raises `InvalidCall`."""
     if name.endswith(".py"):
         raise InvalidCall(f"{name!r} names a file: name the module, {_dotted(name)}")
+    if ":" in name:
+        raise InvalidCall(f"{name!r} names a workflow: this command takes all of a module, {name.partition(':')[0]}")
     # As with `python -m`: what lies in the current folder can be imported.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

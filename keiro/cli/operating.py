@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from keiro.rows import Run
+
 
 class Told(msgspec.Struct, frozen=True):
     """What a command did, or would do."""
 
     run_id: str
     outcome: str
-    """`would_cancel`, `cancelled`, `already_completed`, ...: stable words for programs."""
+    """`would_cancel`, `cancelled`, `asked_to_end`, `already_completed`, ...: stable words for programs."""
     runs: tuple[str, ...] = ()
     """The runs that are concerned, the one that was named first."""
 
@@ -23,3 +25,11 @@ class Node(msgspec.Struct, frozen=True):
     rounds: int
     waiting: str | None
     children: tuple[Node, ...]
+
+
+def waited_for(run: Run) -> str | None:
+    """What a parked run waits for, in the words in which commands take it: a deferred by its name, as `keiro complete`
+    does, and not by the step that will record it."""
+    if run.waiting_reason is None:
+        return None
+    return f"{run.waiting_reason} {(run.waiting_token or '').removeprefix('awk:')}"

@@ -13,7 +13,7 @@ import msgspec
 
 from keiro.cli import output
 from keiro.cli.driving import described_queues, load_module, load_workflow, parse_input
-from keiro.cli.operating import Node, Told
+from keiro.cli.operating import Node, Told, waited_for
 from keiro.cli.reading import must_exist
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
@@ -63,8 +63,10 @@ async def cancel(url: str, run_id: str, reason: str | None, *, yes: bool) -> Tol
         if not yes:
             return Told(run_id, "would_cancel", concerned)
         done = await engine.cancel(run_id, reason=reason)
-        status = (await engine.handle(run_id).run()).status
-    return Told(run_id, "cancelled" if done else f"already_{status}", concerned if done else ())
+        now = await engine.handle(run_id).run()
+    if not now.terminal:  # it has a cleanup, which any worker performs: by this call, or by one before
+        return Told(run_id, "asked_to_end" if done else "already_asked_to_end", concerned if done else ())
+    return Told(run_id, "cancelled" if done else f"already_{now.status}", concerned if done else ())
 
 
 async def _below(engine: Engine, run: Run) -> AsyncIterator[str]:
@@ -123,8 +125,7 @@ async def tree(url: str, run_id: str) -> Node:
 async def _node(engine: Engine, run_id: str) -> Node:
     run = await engine.handle(run_id).run()
     children = [await _node(engine, child.run_id) for child in await engine.children.of(run_id)]
-    waiting = None if run.waiting_reason is None else f"{run.waiting_reason} {run.waiting_token}"
-    return Node(run.run_id, run.status, run.round_ordinal + 1, waiting, tuple(children))
+    return Node(run.run_id, run.status, run.round_ordinal + 1, waited_for(run), tuple(children))
 
 
 async def children(url: str, run_id: str) -> Sequence[Any]:

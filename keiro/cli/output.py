@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keiro.cli.demo import Summary
-from keiro.cli.operating import Node, Told
+from keiro.cli.operating import Node, Told, waited_for
 from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
 from keiro.events import ms_of
@@ -127,10 +127,10 @@ def runs(found: list[Run], as_json: bool) -> None:
         lines(_table(("status", "created", "took", "run"), shown, right=("took",)))
 
 
-def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
-    """A run and its steps."""
+def run(found: Run, steps: list[StepRow], as_json: bool, reason: str | None = None) -> None:
+    """A run and its steps; `reason` is why it was cancelled or asked to end."""
     if as_json:
-        result({**_row(found), "steps": steps})
+        result({**_row(found), "reason": reason, "steps": steps})
         return
     head = Text.assemble(found.run_id, "  ", (found.status, _STYLES.get(found.status, "")))
     times = f"created {_time(found.created_at_ms)}"
@@ -141,9 +141,13 @@ def run(found: Run, steps: list[StepRow], as_json: bool) -> None:
     rows: list[str | Text] = [head, times]
     if found.version_tag is not None:
         rows.append(f"version {found.version_tag}")
-    if found.waiting_reason is not None:
+    if not found.terminal and found.grace_over_ms is not None:
+        rows.append(f"asked to end, cancelled at {_time(found.grace_over_ms)} at the latest")
+    if reason is not None:
+        rows.append(f"reason: {_clip(reason, 500)}")
+    if (waits := waited_for(found)) is not None:
         until = "" if found.wake_at_ms is None else f", until {_time(found.wake_at_ms)} at the latest"
-        rows.append(f"waits for {found.waiting_reason} {found.waiting_token}{until}")
+        rows.append(f"waits for {waits}{until}")
     for name in ("attributes_json", "input_json", "result_json"):
         value = getattr(found, name)
         if value is not None:

@@ -30,6 +30,21 @@ async def breaks(run: keiro.WorkflowRun) -> str:
 async def leaf(run: keiro.WorkflowRun) -> int:
     return await run.deferred("more", int).result()
 
+@keiro.step(cleanup=True)
+async def undo() -> None:
+    import asyncio, pathlib
+    while not pathlib.Path("undone").exists():
+        await asyncio.sleep(0.01)
+
+@keiro.workflow(cleanup=True)
+async def tidy(run: keiro.WorkflowRun) -> None:
+    import asyncio
+    try:
+        await run.deferred("more", int).result()
+    except asyncio.CancelledError:
+        await run.step(undo)
+        raise
+
 @keiro.workflow
 async def family(run: keiro.WorkflowRun) -> list:
     child = await run.spawn(leaf, id=f"{run.key}-leaf")
@@ -46,7 +61,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     found("migrate")
     worker = found.start("worker", "waiting")
     assert worker.stderr is not None
-    assert "driving breaks, family, leaf" in worker.stderr.readline()
+    assert "driving breaks, family, leaf, tidy" in worker.stderr.readline()
     yield found
     worker.send_signal(signal.SIGTERM)
     _, said = worker.communicate(timeout=60)
@@ -61,7 +76,7 @@ def until(shell: Shell, run_id: str, status: str) -> None:
 def test_a_run_is_started_answered_and_read_from_the_command_line(shell: Shell) -> None:
     assert shell("start", "waiting:family", "--id", "a").stdout == "started: wf:family-a\n"
     until(shell, "wf:leaf-a-leaf", "suspended")
-    assert "waits for deferred awk:more" in shell("show", "wf:leaf-a-leaf").stdout
+    assert "waits for deferred more" in shell("show", "wf:leaf-a-leaf").stdout
     assert [one["run_id"] for one in shell.json("children", "wf:family-a")] == ["wf:leaf-a-leaf", "wf:leaf-a-other"]
 
     assert shell.json("complete", "wf:leaf-a-leaf", "more", "--value", "7")["outcome"] == "completed"
@@ -72,7 +87,7 @@ def test_a_run_is_started_answered_and_read_from_the_command_line(shell: Shell) 
     assert shell.json("show", "wf:family-a")["result"] == [7, "yes"]
     tree = shell.json("tree", "wf:family-a")
     assert [child["status"] for child in tree["children"]] == ["completed", "suspended"]
-    assert "  wf:leaf-a-other  suspended  waits for deferred awk:more" in shell("tree", "wf:family-a").stdout
+    assert "  wf:leaf-a-other  suspended  waits for deferred more" in shell("tree", "wf:family-a").stdout
 
 
 def test_a_cancellation_is_shown_first_and_takes_the_children_along(shell: Shell) -> None:
@@ -90,6 +105,24 @@ def test_a_cancellation_is_shown_first_and_takes_the_children_along(shell: Shell
     assert shell.json("cancel", "wf:family-a", "--yes")["outcome"] == "already_cancelled"
     statuses = {name: shell.json("show", name)["status"] for name in ("wf:leaf-a-leaf", "wf:leaf-a-other")}
     assert statuses == {"wf:leaf-a-leaf": "cancelled", "wf:leaf-a-other": "suspended"}
+
+
+def test_a_run_with_a_cleanup_is_said_to_be_asked_and_not_cancelled_until_it_has_ended(shell: Shell) -> None:
+    shell("start", "waiting:tidy", "--id", "a")
+    until(shell, "wf:tidy-a", "suspended")
+
+    assert shell("cancel", "wf:tidy-a", "--yes", "--reason", "too late").stdout == "asked to end: wf:tidy-a\n"
+    assert shell.json("cancel", "wf:tidy-a", "--yes")["outcome"] == "already_asked_to_end"
+    shown = shell("show", "wf:tidy-a").stdout
+    assert "asked to end, cancelled at " in shown
+    assert "reason: too late" in shown
+
+    (shell.folder / "undone").touch()
+    until(shell, "wf:tidy-a", "cancelled")
+    shown = shell("show", "wf:tidy-a").stdout
+    assert "asked to end" not in shown
+    assert "reason: too late" in shown
+    assert shell.json("show", "wf:tidy-a")["reason"] == "too late"
 
 
 def test_a_failed_run_goes_on_when_it_is_resurrected(shell: Shell) -> None:

@@ -84,6 +84,7 @@ def test_what_bodies_print_is_no_result(filled: Shell) -> None:
     [
         (["orders", "--workflow", "none"], "module 'orders' has no workflow 'none'; its workflows are: chain, held"),
         (["orders.py"], "'orders.py' names a file: name the module, orders"),
+        (["orders:held"], "'orders:held' names a workflow: this command takes all of a module, orders"),
         (["nowhere"], "module 'nowhere' cannot be imported"),
         (["json"], "module 'json' has no workflow"),
         (["orders", "--url", "sqlite:///none.db"], "there is no file"),

@@ -121,7 +121,7 @@ def test_a_kill_at_any_boundary_leaves_a_run_of_many_rounds_that_goes_on(url: st
     async def filled() -> None:
         async with keiro.Engine(url, workflows=[turns, waits, leaf], migrate=True) as engine:
             handles = [await engine.start(turns, 0, LONG, id=key) for key in KEYS]
-            for key, handle in zip(KEYS, handles, strict=True):
+            for key, _handle in zip(KEYS, handles, strict=True):
                 while await engine.store.run(f"wf:leaf-{key}-{LONG}") is None:
                     await asyncio.sleep(0.002)
                 await engine.handle(f"wf:leaf-{key}-{LONG}").result(30)
