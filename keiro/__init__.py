@@ -26,6 +26,7 @@ from keiro.errors import ProjectionFailed as ProjectionFailed
 from keiro.errors import RunConflict as RunConflict
 from keiro.errors import RunEnded as RunEnded
 from keiro.errors import RunNotFound as RunNotFound
+from keiro.errors import RunParentCycle as RunParentCycle
 from keiro.errors import RunSealed as RunSealed
 from keiro.errors import StepFailed as StepFailed
 from keiro.errors import StepNameClash as StepNameClash
@@ -39,6 +40,7 @@ from keiro.limits import Queue as Queue
 from keiro.limits import Rate as Rate
 from keiro.projections.base import Projection as Projection
 from keiro.projections.base import position_of as position_of
+from keiro.projections.run_parents import RunParent as RunParent
 from keiro.retry import Retry as Retry
 from keiro.retry import RetryAfter as RetryAfter
 from keiro.rows import Run as Run
@@ -82,6 +84,8 @@ __all__ = (
     "RunConflict",
     "RunEnded",
     "RunNotFound",
+    "RunParent",
+    "RunParentCycle",
     "RunSealed",
     "ScheduleRow",
     "ScopedRun",

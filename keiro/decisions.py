@@ -21,6 +21,8 @@ from msgspec.structs import replace
 
 from keiro.events import (
     Event,
+    RunLinked,
+    RunUnlinked,
     StateChanged,
     StepRecorded,
     StepRetracted,
@@ -33,6 +35,8 @@ from keiro.events import (
 )
 from keiro.failures import Failure
 from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, suspended_step
+from keiro.projections import run_parents
+from keiro.projections.run_parents import Edge
 from keiro.projections.runs import project
 from keiro.projections.waits import Change, Exit, Spawned, changes, exit_of
 from keiro.rows import Head, Run, Status
@@ -151,6 +155,23 @@ class EndGrace(msgspec.Struct, frozen=True, gc=False):
     at_ms: int
 
 
+class Link(msgspec.Struct, frozen=True, gc=False):
+    """Record that the lineage `run_id` has the lineage `parent_id` as a parent. If that is cancelled, or asked to end,
+    so is the child with all that is below it."""
+
+    run_id: str
+    parent_id: str
+    at_ms: int
+
+
+class Unlink(msgspec.Struct, frozen=True, gc=False):
+    """Take back that the lineage `run_id` was linked to the parent `parent_id`."""
+
+    run_id: str
+    parent_id: str
+    at_ms: int
+
+
 class Resurrect(msgspec.Struct, frozen=True, gc=False):
     """Let a failed run go on."""
 
@@ -239,12 +260,35 @@ class Completions(msgspec.Struct, frozen=True, gc=False):
     run_id: str
 
 
-class Children(msgspec.Struct, frozen=True, gc=False):
-    """Asks for the round 0 of each child of a lineage, of those that have not ended or of those that have: answered
-    with rows, oldest first."""
+class EndedChildren(msgspec.Struct, frozen=True, gc=False):
+    """Asks for the round 0 of each child that a lineage has spawned and that has ended: answered with rows, oldest
+    first."""
 
     lineage_id: str
-    ended: bool = False
+
+
+class Below(msgspec.Struct, frozen=True, gc=False):
+    """Asks for the round 0 of each lineage that has this one as a parent, whether it was spawned or linked, and that
+    may not have ended: answered with rows, in the order of the edges."""
+
+    lineage_id: str
+
+
+class Above(msgspec.Struct, frozen=True, gc=False):
+    """Asks for all edges above a lineage: answered with pairs, child and parent, in their order."""
+
+    lineage_id: str
+
+
+class Numbered(msgspec.Struct, frozen=True, gc=False):
+    """Asks for the number of an edge: answered with it, or None if there is no such edge."""
+
+    child_id: str
+    parent_id: str
+
+
+class LastEdge(msgspec.Struct, frozen=True, gc=False):
+    """Asks for the highest number of an edge: answered with it, 0 if there is none."""
 
 
 class Acted(msgspec.Struct, frozen=True, gc=False):
@@ -267,9 +311,24 @@ class Links(msgspec.Struct, frozen=True, gc=False):
     key: str
 
 
-Need: TypeAlias = One | Newest | Completions | Children | Acted | Rounds | Links
+Need: TypeAlias = (
+    One | Newest | Completions | EndedChildren | Below | Above | Numbered | LastEdge | Acted | Rounds | Links
+)
 Command: TypeAlias = (
-    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Resurrect | Retract | Fire | Collect | Trim
+    Start
+    | Append
+    | Deliver
+    | Spawn
+    | Rotate
+    | Cancel
+    | EndGrace
+    | Link
+    | Unlink
+    | Resurrect
+    | Retract
+    | Fire
+    | Collect
+    | Trim
 )
 
 
@@ -324,6 +383,23 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class Linked(msgspec.Struct, frozen=True, gc=False):
+    """The edge is there, with this number: `new`, or from before."""
+
+    seq: int
+    new: bool
+
+
+class NotLinked(msgspec.Struct, frozen=True, gc=False):
+    """There is no such edge; nothing was written."""
+
+
+class Cyclic(msgspec.Struct, frozen=True, gc=False):
+    """The edge would close a cycle: `path` goes from the child down to the parent. Nothing was written."""
+
+    path: tuple[str, ...]
+
+
 class Collected(msgspec.Struct, frozen=True, gc=False):
     """So many rounds are deleted: all of a lineage, or with `Trim` old ones."""
 
@@ -340,6 +416,9 @@ Outcome: TypeAlias = (
     | VersionConflict
     | UnknownRun
     | Refused
+    | Linked
+    | NotLinked
+    | Cyclic
     | Collected
 )
 
@@ -357,6 +436,8 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     def changes(self) -> Iterator[Change]:
         """The changes of other rows that the events bring about."""
         yield from changes(self.run, [one.event for one in self.events], self.at_ms)
+        for one in self.events:
+            yield from run_parents.changes(one.event, self.run_id)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -403,6 +484,10 @@ def decide(command: Command) -> Deciding:
             return _cancel(command)
         case EndGrace():
             return _end_grace(command)
+        case Link():
+            return _link(command)
+        case Unlink():
+            return _unlink(command)
         case Resurrect():
             return _resurrect(command)
         case Retract():
@@ -415,9 +500,11 @@ def decide(command: Command) -> Deciding:
             return _trim(command)
 
 
-def first_need(command: Command) -> Need:
-    """What the decision of `command` asks first, so that it can be loaded together with that of others."""
-    return next(decide(command))
+def first_needs(command: Command) -> tuple[Need, ...]:
+    """What the decision of `command` asks first, so that it can be loaded together with that of others. A spawn's asks
+    for the last edge too, whatever it learns before: that is no reason for a round trip of its own."""
+    first = next(decide(command))
+    return (first, LastEdge()) if isinstance(command, Spawn) else (first,)
 
 
 def _start(command: Start) -> Deciding:
@@ -600,7 +687,8 @@ def _spawn(command: Spawn) -> Deciding:
             if above == lineage and other != start.run_id:
                 return Decision(Refused(f"its child {started.key!r} is {other}: give {start.run_id} an id of its own"))
     if child is None:
-        birth = _birth(start)
+        last: int = yield LastEdge()
+        birth = _birth(replace(start, started=new(replace(started, parent_seq=last + 1), start.started.event_id)))
         write = _write(parent, append.events, append.at_ms)
         return Decision(Appended(write.head.version), (write, birth), own=True)
     linked = child.run.parent_run_id
@@ -616,9 +704,17 @@ def _spawn(command: Spawn) -> Deciding:
             return Decision(Refused(f"{start.run_id} was started on its own and has not ended"))
         write = _write(parent, append.events, append.at_ms)
         return Decision(Appended(write.head.version), (write,), own=True)
+    events = [*append.events]
+    if (yield Numbered(start.run_id, lineage)) is None:
+        edge = yield from _edge(start.run_id, lineage, parent)
+        if isinstance(edge, Cyclic):
+            return Decision(edge)
+        events.append(edge)
     # It has ended: nobody will tell this round of the parent, so it is told now.
     _, told = yield from _recorded(parent.run, child_result_step(child.run.key), _encoder.encode(_ended(newest.run)))
-    write = _write(parent, append.events if told is None else (*append.events, told), append.at_ms)
+    if told is not None:
+        events.append(told)
+    write = _write(parent, tuple(events), append.at_ms)
     return Decision(Appended(write.head.version), (write,), own=True)
 
 
@@ -664,44 +760,66 @@ def _cancel(command: Cancel) -> Deciding:
         asked: Loaded = yield One(newest.run.run_id, _ids_of(newest.run)(REQUESTED))
         assert asked.present is not None
         return Decision(AlreadyPresent(asked.present))
-    # All that is appended, by run, until it is known: a parent that lives on is told of the children that end.
-    appended: dict[str, tuple[Loaded, list[New]]] = {newest.run.run_id: (newest, [event])}
-    todo = [newest]
-    seen = {newest.run.lineage_id}
+    appended: _Appended = {newest.run.run_id: (newest, [event])}
+    yield from _go_along(appended, newest, command)
+    writes = yield from _ends_told(appended, command.at_ms)
+    return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+
+
+_Appended: TypeAlias = dict[str, tuple[Loaded, list[New]]]
+"""All that is appended, by run, until it is known: one that lives on is told of what ends below it."""
+
+
+def _go_along(appended: _Appended, top: Loaded, command: Cancel) -> Generator[Need, Any, None]:
+    """Cancel what is below a run, spawned or linked, each once: except what was spawned to be left alone, what has
+    ended, and what is below those."""
+    todo = [top]
+    seen = {top.run.lineage_id}
     while todo:
-        parent = todo.pop()
-        below: list[Run] = yield Children(parent.run.lineage_id)
+        below: list[Run] = yield Below(todo.pop().run.lineage_id)
         for child in below:
             if child.on_cancel == "detach" or child.run_id in seen:
                 continue
             seen.add(child.run_id)
             last: Loaded = yield Newest(child.run_id)
-            todo.append(last)
-            event = None if last.run.terminal else (yield from _stopped(last, command))
-            if event is None:
+            if last.run.terminal:
                 continue
-            appended[last.run.run_id] = (last, [event])
-            if isinstance(event.event, WorkflowCancelled) and parent.run.run_id in appended:
-                above = appended[parent.run.run_id][1]
-                if not isinstance(above[0].event, WorkflowCancelled):
-                    payload = _encoder.encode(exit_of(event.event))
-                    _, told = yield from _recorded(parent.run, child_result_step(child.key), payload)
-                    if told is not None:
-                        above.append(told)
-    writes = [_write(loaded, tuple(events), command.at_ms) for loaded, events in appended.values()]
-    if writes[0].run.terminal:
-        yield from _tell_parent(writes, writes[0])
-    return Decision(Appended(writes[0].head.version, writes[0].run), tuple(writes))
+            todo.append(last)
+            event = yield from _stopped(last, command)
+            if event is not None:
+                appended[last.run.run_id] = (last, [event])
 
 
-def _stopped(loaded: Loaded, command: Cancel) -> Generator[Need, Any, New | None]:
+def _ends_told(appended: _Appended, at_ms: int) -> Generator[Need, Any, list[Write]]:
+    """The writes of what is appended. Whoever has spawned a run that ends is told, unless it ends itself."""
+    for loaded, events in list(appended.values()):
+        if not isinstance(events[-1].event, WorkflowCancelled):
+            continue
+        above = yield from _above(loaded.run)
+        parent: Loaded | None = None if above is None else (yield Newest(above))
+        if parent is None or parent.run.terminal:
+            continue
+        _, more = appended.get(parent.run.run_id, (parent, []))
+        if any(isinstance(one.event, WorkflowCancelled) for one in more):
+            continue
+        payload = _encoder.encode(exit_of(events[-1].event))
+        _, told = yield from _recorded(parent.run, child_result_step(loaded.run.key), payload)
+        if told is not None:
+            appended.setdefault(parent.run.run_id, (parent, more))[1].append(told)
+    return [_write(loaded, tuple(events), at_ms) for loaded, events in appended.values()]
+
+
+def _stopped(
+    loaded: Loaded, command: Cancel, requested_at_ms: int | None = None
+) -> Generator[Need, Any, New | None]:
     """The event that a cancellation appends to a run: its end; where it has a cleanup, a request; None where it has
     been asked already and has time left."""
     run, over = loaded.run, loaded.run.grace_over_ms
     if run.cleanup_ms is None:
         return new(WorkflowCancelled(reason=command.reason), _ids_of(run)(CANCELLED))
     if over is None:
-        return new(StateChanged(state="cancel_requested", reason=command.reason), _ids_of(run)(REQUESTED))
+        asked = StateChanged(state="cancel_requested", reason=command.reason, requested_at_ms=requested_at_ms)
+        return new(asked, _ids_of(run)(REQUESTED))
     return None if command.at_ms < over else (yield from _given_up(run))
 
 
@@ -711,6 +829,76 @@ def _given_up(run: Run) -> Generator[Need, Any, New]:
     assert asked.present is not None
     reason = _decode_state(asked.present.payload).reason
     return new(WorkflowCancelled(reason=reason), _ids_of(run)(CANCELLED))
+
+
+def _link(command: Link) -> Deciding:
+    child: Loaded | None = yield Newest(command.run_id)
+    parent: Loaded | None = yield Newest(command.parent_id)
+    if child is None or parent is None:
+        return Decision(UnknownRun())
+    number: int | None = yield Numbered(command.run_id, command.parent_id)
+    if number is not None:
+        return Decision(Linked(number, new=False))
+    holder = child if not child.run.terminal else parent
+    edge = yield from _edge(command.run_id, command.parent_id, holder)
+    if isinstance(edge, Cyclic):
+        return Decision(edge)
+    if holder.run.terminal:
+        return Decision(Refused(_BOTH_ENDED))
+    appended: _Appended = {holder.run.run_id: (holder, [edge])}
+    if holder is child:
+        yield from _inherit(appended, child, parent, command.at_ms)
+    writes = yield from _ends_told(appended, command.at_ms)
+    assert isinstance(edge.event, RunLinked)
+    return Decision(Linked(edge.event.seq, new=True), tuple(writes))
+
+
+_BOTH_ENDED: Final = "it has ended, and so has the parent: neither journal takes anything any more"
+
+
+def _edge(child_id: str, parent_id: str, holder: Loaded) -> Generator[Need, Any, New | Cyclic]:
+    """The event that records an edge in the journal of `holder`."""
+    above: list[Edge] = [] if child_id == parent_id else (yield Above(parent_id))
+    path = run_parents.cycle(child_id, parent_id, above)
+    if path is not None:
+        return Cyclic(path)
+    last: int = yield LastEdge()
+    return new(RunLinked(child=child_id, parent=parent_id, seq=last + 1), _fresh(holder, "__workflow_linked__"))
+
+
+def _inherit(appended: _Appended, child: Loaded, parent: Loaded, at_ms: int) -> Generator[Need, Any, None]:
+    """Let a child that came too late to be cancelled with a parent be cancelled now, with all that is below it."""
+    run = parent.run
+    asked = not run.terminal and run.cancel_requested_at_ms is not None
+    if not asked and run.status != Status.CANCELLED:
+        return
+    first: Loaded = yield One(child.run.lineage_id)
+    if first.run.on_cancel == "detach":
+        return
+    cause: Loaded = yield One(run.run_id, _ids_of(run)(REQUESTED if asked else CANCELLED))
+    assert cause.present is not None
+    command = Cancel(child.run.lineage_id, at_ms, msgspec.json.decode(cause.present.payload).get("reason"))
+    event = yield from _stopped(child, command, run.cancel_requested_at_ms if asked else None)
+    if event is not None:
+        appended[child.run.run_id][1].append(event)
+    yield from _go_along(appended, child, command)
+
+
+def _unlink(command: Unlink) -> Deciding:
+    child: Loaded | None = yield Newest(command.run_id)
+    parent: Loaded | None = yield Newest(command.parent_id)
+    if child is None or parent is None:
+        return Decision(UnknownRun())
+    if (yield Numbered(command.run_id, command.parent_id)) is None:
+        return Decision(NotLinked())
+    if (yield from _above(child.run)) == command.parent_id:
+        return Decision(Refused(f"{command.parent_id} has spawned it, and stays its parent"))
+    holder = child if not child.run.terminal else parent
+    if holder.run.terminal:
+        return Decision(Refused(_BOTH_ENDED))
+    event = RunUnlinked(child=command.run_id, parent=command.parent_id)
+    write = _write(holder, (new(event, _fresh(holder, "__workflow_unlinked__")),), command.at_ms)
+    return Decision(Appended(write.head.version), (write,))
 
 
 def _end_grace(command: EndGrace) -> Deciding:
@@ -744,7 +932,7 @@ def _resurrect(command: Resurrect) -> Deciding:
         on_cancel = None if spawned.present is None else _decode_spawned(spawned.present.payload).result.on_cancel
         event = WorkflowResurrected(reason=command.reason, parent=above, on_cancel=on_cancel)
     events = [new(event, _fresh(newest, "__workflow_resurrected__"))]
-    ended: list[Run] = yield Children(run.lineage_id, ended=True)
+    ended: list[Run] = yield EndedChildren(run.lineage_id)
     for child in ended:
         # One that ended while the run had failed could tell it nothing then, and nobody would ever again.
         _, unknown = yield from _recorded(run, child_step(child.key), b"null")

@@ -33,6 +33,7 @@ from keiro.decisions import (
     Append,
     Appended,
     Command,
+    Cyclic,
     FenceLost,
     New,
     Outcome,
@@ -54,6 +55,7 @@ from keiro.errors import (
     PayloadRejected,
     ProjectionFailed,
     RunConflict,
+    RunParentCycle,
     RunSealed,
     StepNameClash,
     StoreError,
@@ -72,9 +74,10 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
-from keiro.history import History, Recorded, Request, check_contiguous, decode_step, past_of, read_step
+from keiro.history import History, Recorded, Request, check_contiguous, decode_step, past_of, read_step, request_of
 from keiro.identity import StepIds, again, check_key, child_step, parse_run_id, run_id, token_step
 from keiro.mapper import EventMapper
+from keiro.projections.run_parents import closes
 from keiro.projections.waits import Spawned
 from keiro.reports import SENTENCES
 from keiro.retry import Retry
@@ -492,6 +495,9 @@ class Driver:
                     self._version = outcome.version
                     await self.catch_up()
                     return outcome, at_ms
+                if isinstance(outcome, Cyclic):
+                    await self._reload()
+                    raise RunParentCycle(closes(outcome.path), outcome.path)
                 if isinstance(outcome, Refused):
                     await self._reload()
                     raise RunConflict(f"{self.run.run_id}: {outcome.reason}")
@@ -669,7 +675,7 @@ class Driver:
             elif row.topic == "StateChanged" and self.run.cleanup_ms is not None:
                 changed = _decode_state(row.payload)
                 if changed.state == "cancel_requested":
-                    self._ask(Request(row.version, row.recorded_at_ms, changed.reason))
+                    self._ask(request_of(row, changed))
                     assert self.asked is not None
                     self.asked.watch()
             elif row.topic == "StepRetracted":

@@ -20,6 +20,18 @@ class RunConflict(KeiroError):
     """A run with this workflow and key exists and was started with another input."""
 
 
+class RunParentCycle(RunConflict):
+    """A run would be among its own ancestors; nothing was written.
+
+    `path` goes from the child down to the parent it was to have, over what is recorded: each is a parent of the next
+    (run ids of round 0). A run that was to be its own parent is alone in it.
+    """
+
+    def __init__(self, message: str, path: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class RunNotFound(KeiroError):
     """No run has this id."""
 

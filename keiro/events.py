@@ -79,6 +79,8 @@ class WorkflowStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     lineage: str = ""
     """The run id of round 0; empty for round 0 itself."""
     parent: str | None = None
+    parent_seq: int | None = None
+    """Of a run that was born as a child: the number of the edge to its parent among all edges of the store."""
     on_cancel: str | None = None
     deadline_at_ms: int | None = None
     start_at_ms: int | None = None
@@ -150,6 +152,8 @@ class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The deferreds whose completions the body has taken since it said so last."""
     reason: str | None = None
     """Why it is asked to end."""
+    requested_at_ms: int | None = None
+    """When that was asked of the parent it has it from; None where it was asked itself."""
 
 
 class StepRetracted(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -212,6 +216,29 @@ class WorkflowResurrected(Event, frozen=True, kw_only=True, omit_defaults=True):
     on_cancel: str | None = None
 
 
+class RunLinked(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The run `child` has `parent` as a parent besides the one it was born to; both are run ids of round 0.
+
+    It stands in the journal of the child, or of the parent where the child had ended. `seq` counts the edges of the
+    store.
+    """
+
+    TOPIC: ClassVar[str] = "RunLinked"
+
+    child: str
+    parent: str
+    seq: int
+
+
+class RunUnlinked(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The run `child` has `parent` as a parent no more."""
+
+    TOPIC: ClassVar[str] = "RunUnlinked"
+
+    child: str
+    parent: str
+
+
 class OpaqueEvent(Event, frozen=True, kw_only=True, omit_defaults=True):
     """An event this process has no class for: of another program's command, or of a newer keiro."""
 
@@ -248,6 +275,8 @@ ENGINE_EVENTS: Final[dict[str, type[Event]]] = {
         WorkflowRetried,
         WorkflowCancelled,
         WorkflowResurrected,
+        RunLinked,
+        RunUnlinked,
     )
 }
 TERMINAL: Final = frozenset((WorkflowCompleted.TOPIC, WorkflowFailed.TOPIC, WorkflowCancelled.TOPIC))

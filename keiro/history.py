@@ -220,7 +220,7 @@ class _Fold:
                 if changed.consumed:
                     self.consumed = {*(self.consumed or ()), *changed.consumed}
                 if changed.state == "cancel_requested":
-                    self.request = Request(row.version, row.recorded_at_ms, changed.reason)
+                    self.request = request_of(row, changed)
                 elif changed.state == "clock_scheduled":
                     clocks = self.clocks = {} if self.clocks is None else self.clocks
                     for wait in changed.waits:
@@ -251,6 +251,12 @@ class _Fold:
             "replayed without it: restore the journal from a backup, or update keiro if a newer one wrote it",
             where=row.topic,
         )
+
+
+def request_of(row: Stored, asked: StateChanged) -> Request:
+    """The request to end that an event records."""
+    at_ms = row.recorded_at_ms if asked.requested_at_ms is None else asked.requested_at_ms
+    return Request(row.version, at_ms, asked.reason)
 
 
 def check_contiguous(run_id: str, stored: Sequence[Stored], *, after: int, until: int) -> None:

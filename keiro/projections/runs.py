@@ -70,7 +70,7 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
         case StateChanged(state="suspended") if run is not None:
             return _suspended(run, event)
         case StateChanged(state="cancel_requested") if run is not None:
-            return _asked(run, at_ms)
+            return _asked(run, at_ms if event.requested_at_ms is None else event.requested_at_ms)
         case WorkflowResurrected() if run is not None:
             if event.parent is not None:
                 run = replace(run, parent_run_id=event.parent, on_cancel=event.on_cancel)

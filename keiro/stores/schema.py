@@ -309,6 +309,19 @@ workflow_children: Final = Table(
 )
 """Which run has which other as a child, and how the child ended."""
 
+run_parents: Final = Table(
+    "keiro_run_parents",
+    metadata,
+    Column("child_id", _ID, primary_key=True),
+    Column("parent_id", _ID, primary_key=True),
+    Column("seq", _BIGINT, nullable=False),
+    Index("keiro_run_parents_parent_idx", "parent_id"),
+    Index("keiro_run_parents_first_idx", "child_id", "seq", "parent_id"),
+    Index("keiro_run_parents_children_idx", "parent_id", "seq", "child_id"),
+    Index("keiro_run_parents_seq_idx", "seq"),
+)
+"""Which lineage is below which others, by the run ids of their first rounds; `seq` counts the edges of the store."""
+
 step_maps: Final = Table(
     "keiro_step_maps",
     metadata,

@@ -21,7 +21,7 @@ class Last(list[tuple[str, Sequence[Any]]]):
 
 
 _KINDS: Final = {
-    **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority"), "bigint"),
+    **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority", "seq"), "bigint"),
     "cleanup_ms": "bigint",
     **dict.fromkeys(("created_at", "updated_at", "completed_at"), "timestamptz"),
     "event_id": "uuid",
