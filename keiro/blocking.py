@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from keiro.engine import Engine, Handle
 from keiro.errors import InvalidCall
 from keiro.events import Event
+from keiro.projections.run_parents import RunParent
 from keiro.projections.waits import ChildRow
 from keiro.rows import Run, Status
 from keiro.schedules import ScheduleRow
@@ -114,6 +115,11 @@ class BlockingEngine:
         return BlockingChildren(self)
 
     @property
+    def run_parents(self) -> BlockingRunParents:
+        """As `Engine.run_parents`."""
+        return BlockingRunParents(self)
+
+    @property
     def schedules(self) -> BlockingSchedules:
         """As `Engine.schedules`."""
         return BlockingSchedules(self)
@@ -136,6 +142,30 @@ class BlockingChildren:
     def of(self, run_id: str) -> list[ChildRow]:
         """The children of a run, oldest first."""
         return self._engine.wait(self._engine.engine.children.of(run_id))
+
+
+class BlockingRunParents:
+    """As the edges between runs of an engine, for synchronous code. Methods and errors are those of `RunParents`."""
+
+    def __init__(self, engine: BlockingEngine) -> None:
+        self._engine = engine
+        self._parents = engine.engine.run_parents
+
+    def of(self, run_id: str) -> list[RunParent]:
+        """The edges from a run to its parents."""
+        return self._engine.wait(self._parents.of(run_id))
+
+    def children(self, run_id: str) -> list[RunParent]:
+        """The edges from the runs that have this one as a parent."""
+        return self._engine.wait(self._parents.children(run_id))
+
+    def link(self, child: str, parent: str, *, connection: Any = None) -> RunParent:
+        """Let a run have a further parent."""
+        return self._engine.wait(self._parents.link(child, parent, connection=connection))
+
+    def unlink(self, child: str, parent: str, *, connection: Any = None) -> bool:
+        """Take back a link."""
+        return self._engine.wait(self._parents.unlink(child, parent, connection=connection))
 
 
 class BlockingSchedules:

@@ -141,11 +141,12 @@ class Rotate(msgspec.Struct, frozen=True, gc=False):
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
     """Cancel the newest round of a lineage, and children of it that are to be cancelled with it; where a run has a
-    cleanup, ask it to end."""
+    cleanup, ask it to end. `requested_at_ms` is when that was asked of the parent it has it from."""
 
     run_id: str
     at_ms: int
     reason: str | None = None
+    requested_at_ms: int | None = None
 
 
 class EndGrace(msgspec.Struct, frozen=True, gc=False):
@@ -315,20 +316,7 @@ Need: TypeAlias = (
     One | Newest | Completions | EndedChildren | Below | Above | Numbered | LastEdge | Acted | Rounds | Links
 )
 Command: TypeAlias = (
-    Start
-    | Append
-    | Deliver
-    | Spawn
-    | Rotate
-    | Cancel
-    | EndGrace
-    | Link
-    | Unlink
-    | Resurrect
-    | Retract
-    | Fire
-    | Collect
-    | Trim
+    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Link | Unlink | Resurrect | Retract | Fire | Collect | Trim
 )
 
 
@@ -809,16 +797,15 @@ def _ends_told(appended: _Appended, at_ms: int) -> Generator[Need, Any, list[Wri
     return [_write(loaded, tuple(events), at_ms) for loaded, events in appended.values()]
 
 
-def _stopped(
-    loaded: Loaded, command: Cancel, requested_at_ms: int | None = None
-) -> Generator[Need, Any, New | None]:
+def _stopped(loaded: Loaded, command: Cancel) -> Generator[Need, Any, New | None]:
     """The event that a cancellation appends to a run: its end; where it has a cleanup, a request; None where it has
     been asked already and has time left."""
     run, over = loaded.run, loaded.run.grace_over_ms
     if run.cleanup_ms is None:
         return new(WorkflowCancelled(reason=command.reason), _ids_of(run)(CANCELLED))
     if over is None:
-        asked = StateChanged(state="cancel_requested", reason=command.reason, requested_at_ms=requested_at_ms)
+        since = command.requested_at_ms
+        asked = StateChanged(state="cancel_requested", reason=command.reason, requested_at_ms=since)
         return new(asked, _ids_of(run)(REQUESTED))
     return None if command.at_ms < over else (yield from _given_up(run))
 
@@ -877,8 +864,9 @@ def _inherit(appended: _Appended, child: Loaded, parent: Loaded, at_ms: int) -> 
         return
     cause: Loaded = yield One(run.run_id, _ids_of(run)(REQUESTED if asked else CANCELLED))
     assert cause.present is not None
-    command = Cancel(child.run.lineage_id, at_ms, msgspec.json.decode(cause.present.payload).get("reason"))
-    event = yield from _stopped(child, command, run.cancel_requested_at_ms if asked else None)
+    reason = msgspec.json.decode(cause.present.payload).get("reason")
+    command = Cancel(child.run.lineage_id, at_ms, reason, run.cancel_requested_at_ms if asked else None)
+    event = yield from _stopped(child, command)
     if event is not None:
         appended[child.run.run_id][1].append(event)
     yield from _go_along(appended, child, command)

@@ -73,6 +73,7 @@ from keiro.repository import RunRepository, repository
 from keiro.retention import Collection, collect
 from keiro.rows import Head, Run, Status
 from keiro.run import fold, new_events, workflow_of
+from keiro.run_parents import RunParents
 from keiro.schedule import ScheduleRun
 from keiro.schedules import Schedules
 from keiro.stores import open_store, shown
@@ -573,6 +574,11 @@ class Engine:
         return Children(self)
 
     @property
+    def run_parents(self) -> RunParents:
+        """Which run is below which others: `await engine.run_parents.link(child, parent)`, `.of(run_id)`."""
+        return RunParents(self)
+
+    @property
     def schedules(self) -> Schedules:
         """The cron schedules of the store: `await engine.schedules.put("nightly", report, cron="0 2 * * *")`."""
         return Schedules(self)
@@ -767,7 +773,8 @@ class Engine:
     async def rebuild(self, projection: Projection | type[Projection] | str, /) -> Report:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
 
-        `"runs"` is the table of runs itself, whose owners, leases and `started_at_ms` are no part of the journal. An
+        `"runs"` is the table of runs itself, whose owners, leases and `started_at_ms` are no part of the journal, and
+        `"run_parents"` that of the edges between runs. An
         append-only table gets the rows it lacks; others that differ are counted as `unmended`.
         """
         self._opened()

@@ -128,6 +128,8 @@ class ReadModels:
         """See `Engine.rebuild`."""
         if projection == "runs" and "runs" not in self._models:
             return await self.kept.rebuild_runs()
+        if projection == "run_parents" and "run_parents" not in self._models:
+            return await self.kept.rebuild_run_parents()
         model = self._named(projection)
         report = await self.kept.rebuild(model)
         follower = self._followers.get(model.name)

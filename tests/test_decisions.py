@@ -11,22 +11,26 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Above,
     Acted,
     AlreadyPresent,
     Append,
     Appended,
+    Below,
     Cancel,
-    Children,
     Command,
     Completions,
     Decision,
     Deliver,
+    EndedChildren,
     EndGrace,
     FenceLost,
+    LastEdge,
     Links,
     Loaded,
     Need,
     Newest,
+    Numbered,
     One,
     Refused,
     RefusedTerminal,
@@ -56,6 +60,7 @@ from keiro.events import (
 )
 from keiro.failures import capture
 from keiro.identity import StepIds, child_result_step, child_step, parse_run_id, run_id
+from keiro.projections.run_parents import Edge, edge_of
 from keiro.projections.waits import Spawned
 from keiro.rows import Head, Run, Status
 
@@ -72,6 +77,7 @@ class Journal:
         self.heads: dict[str, Head] = {}
         self.events: dict[str, list[Event]] = {}
         self.stored: dict[tuple[str, bytes], Stored] = {}
+        self.edges: dict[Edge, int] = {}
 
     def send(self, command: Command) -> Decision:
         """Decide a command and write what comes of it."""
@@ -91,6 +97,8 @@ class Journal:
                 events.append(one.event)
                 stored = Stored(1, 1, len(events), one.event_id, one.event.TOPIC, one.payload, write.at_ms, name)
                 self.stored[name, one.event_id] = stored
+                if (edge := edge_of(one.event, name)) is not None:
+                    self.edges.setdefault((edge.child_id, edge.parent_id), edge.seq)
             assert len(self.events[name]) == write.head.version
         return decision
 
@@ -120,9 +128,23 @@ class Journal:
                     for event in events
                     if isinstance(event, StepRecorded) and event.step == child_step(key)
                 ]
-            case Children(lineage, ended):
+            case EndedChildren(lineage):
                 below = [run for run in self.runs.values() if run.parent_run_id == lineage and not run.round_ordinal]
-                return [run for run in below if self.answer(Newest(run.run_id)).run.terminal == ended]
+                return [run for run in below if self.answer(Newest(run.run_id)).run.terminal]
+            case Below(lineage):
+                return [self.runs[child] for child, parent in self.edges if parent == lineage]
+            case Above(lineage):
+                above, todo = [], [lineage]
+                while todo:
+                    child = todo.pop(0)
+                    more = [edge for edge in self.edges if edge[0] == child and edge not in above]
+                    above += more
+                    todo += [parent for _, parent in more]
+                return sorted(above, key=self.edges.__getitem__)
+            case Numbered(child, parent):
+                return self.edges.get((child, parent))
+            case LastEdge():
+                return max(self.edges.values(), default=0)
 
     def own(self, name: str) -> None:
         """Let the worker have a run."""

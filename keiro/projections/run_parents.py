@@ -51,8 +51,8 @@ def cycle(child: str, parent: str, above: Sequence[Edge]) -> tuple[str, ...] | N
     if child == parent:
         return (child,)
     parents: dict[str, list[str]] = {}
-    for below, one in above:
-        parents.setdefault(below, []).append(one)
+    for below, over in above:
+        parents.setdefault(below, []).append(over)
     # Upwards, the parent that was recorded first before the others. No recursion: a chain may be long.
     trail = [parent]
     seen = {parent}
@@ -128,6 +128,6 @@ class ComputedRunParents:
         return touched
 
 
-def row(values: Sequence[Any]) -> RunParent:
+def to_edge(values: Sequence[Any]) -> RunParent:
     """A row of the table; a driver may give everything as text."""
     return RunParent(values[0], values[1], int(values[2]))

@@ -25,6 +25,7 @@ from keiro.rows import Head, Run
 if TYPE_CHECKING:
     from keiro.mapper import EventMapper
     from keiro.projections.base import ReadModel
+    from keiro.projections.run_parents import RunParent
     from keiro.projections.waits import ChildRow
     from keiro.stores.blocking import RunTables
     from keiro.stores.caller import Joined
@@ -206,6 +207,12 @@ class Store(Protocol):
 
     async def children(self, workflow: str, key: str) -> list[ChildRow]:
         """The children of a run, oldest first."""
+
+    async def parents_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges from a lineage to its parents, by their numbers."""
+
+    async def children_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges to a lineage from its children, by their numbers."""
 
     async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
         """What each command would do by itself; nothing is written."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from keiro.decisions import Command, Decision, Stored
+from keiro.decisions import Command, Decision, Link, Stored
 from keiro.errors import InvalidCall, KeiroError, StoreBusy
 from keiro.rows import Head, Run
 from keiro.stores.faults import is_busy, postgres_fault, sqlite_fault
@@ -218,6 +218,14 @@ def command_program(
     after = 0
     if lock is not None:
         yield [lock]
+    if lock is not None and isinstance(command, Link):
+        (((isolation,),),) = yield [_ISOLATION]
+        if isolation != "read committed":
+            # Its snapshot is older than the lock: an edge that was committed since may close a cycle with this one.
+            raise InvalidCall(
+                f"connection= has the isolation level {isolation.upper()}, which does not see what others have linked "
+                "meanwhile: link runs in a transaction of READ COMMITTED, or without connection="
+            )
     if inline is not None:
         after = yield from inline.head()
     executing = sql.execute([command])
@@ -225,6 +233,9 @@ def command_program(
     if inline is not None and decision.writes:
         yield from inline.project(after, memory=memory)
     return decision
+
+
+_ISOLATION: Final[Statement] = ("SELECT current_setting('transaction_isolation')", ())
 
 
 def _hexed(program: Program[T]) -> Program[T]:

@@ -75,6 +75,9 @@ class Kept(Protocol):
     async def rebuild_runs(self) -> Report:
         """As `rebuild`, for `keiro_runs`."""
 
+    async def rebuild_run_parents(self) -> Report:
+        """As `rebuild`, for `keiro_run_parents`."""
+
     async def examine(self, after: int, *, fix: bool) -> tuple[list[Finding], int | None]:
         """What is wrong with the next `BITE` runs behind the run_key `after`, and the run_key to go on from, None at
         the end. With `fix` it is mended in the transaction that found it, but for owners, which `adopt_orphans` is

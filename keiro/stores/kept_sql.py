@@ -18,6 +18,7 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import Key, ReadModel
 from keiro.projections.invariants import COLUMNS, Diagnosis, Examined, Finding, diagnose
 from keiro.projections.rebuilt import FOLDED_COLUMNS, ComputedRuns, mended, same_identity
+from keiro.projections.run_parents import RUN_PARENTS, TOPICS, ComputedRunParents, Edge
 from keiro.projections.waits import CLOCKS, DEFERREDS
 from keiro.rows import RUN_COLUMNS, Run
 from keiro.stores.faults import is_refusal
@@ -90,6 +91,18 @@ class Text:
             " WHERE execution_id IN ({names})"
             for table, columns in COLUMNS.items()
         )
+        edges = text.journal.replace("keiro_journal", RUN_PARENTS)
+        self.edges_after = (
+            f"SELECT child_id, parent_id, seq FROM {edges} WHERE (child_id, parent_id) > (?, ?)"
+            " ORDER BY child_id, parent_id LIMIT ?"
+        )
+        self.begun = (
+            f"SELECT r.run_id, j.position FROM {text.runs} r JOIN {text.journal} j"
+            " ON j.run_key = r.run_key AND j.version = 1 WHERE r.run_id IN ({names})"
+        )
+        self.insert_edge = f"INSERT INTO {edges} (child_id, parent_id, seq) VALUES (?, ?, ?)"
+        self.renumber_edge = f"UPDATE {edges} SET seq = ? WHERE child_id = ? AND parent_id = ?"
+        self.delete_edge = f"DELETE FROM {edges} WHERE child_id = ? AND parent_id = ?"
         self.mend_head = f"UPDATE {text.heads} SET version = ? WHERE run_key = ?"
         self.mend_run = (
             f"UPDATE {text.runs} SET {', '.join(f'{name} = ?' for name in FOLDED_COLUMNS)} WHERE run_key = ?"
@@ -503,6 +516,54 @@ class SqlKept:
             return Report(updated=updated, unmended=unmended, verified=len(computed.runs) - updated - unmended)
 
         return await self._store.transact(finish, locked=True)
+
+    async def rebuild_run_parents(self) -> Report:
+        """See `Kept`."""
+        head = await self.head()
+        bulk = ComputedRunParents({}, {})
+        await self._fold_bulk(head, TOPICS, bulk.fold)
+        # Compared a first time while others write: then the lock is held only for what differed or changed since.
+        kept: dict[Edge, int] = {}
+        after: Edge = ("", "")
+        while page := await self._store.query(partial(self._edges_after, after)):
+            kept |= page
+            after = next(reversed(page))
+        suspects = [edge for edge in {**kept, **bulk.seqs} if kept.get(edge) != bulk.seqs.get(edge)]
+
+        def finish() -> Program[Report]:
+            computed = ComputedRunParents(bulk.started, bulk.seqs)
+            changed = computed.fold((yield from self.journal.rest(head, TOPICS)))
+            again = list(dict.fromkeys([*suspects, *changed]))
+            inserted = updated = deleted = 0
+            for start in range(0, len(again), PAGE):
+                some = again[start : start + PAGE]
+                text, sql = self.journal.text, self.journal.sql
+                names = list(dict.fromkeys(name for edge in some for name in edge))
+                (begun, *numbers) = yield [sql.named(text.begun, names), *((sql.text.edge, edge) for edge in some)]
+                # Those that were collected since they were read are in no journal any more.
+                there = {name for name, position in begun if computed.started.get(name) == int(position)}
+                writes: list[Statement] = []
+                for edge, rows in zip(some, numbers, strict=True):
+                    seq = computed.seqs.get(edge) if there.issuperset(edge) else None
+                    if seq is None and rows:
+                        deleted += 1
+                        writes.append((text.delete_edge, edge))
+                    elif seq is not None and not rows:
+                        inserted += 1
+                        writes.append((text.insert_edge, (*edge, seq)))
+                    elif seq is not None and int(rows[0][0]) != seq:
+                        updated += 1
+                        writes.append((text.renumber_edge, (seq, *edge)))
+                if writes:
+                    yield writes
+            verified = max(len(computed.seqs) - inserted - updated, 0)
+            return Report(inserted=inserted, updated=updated, deleted=deleted, verified=verified)
+
+        return await self._store.transact(finish, locked=True)
+
+    def _edges_after(self, edge: Edge) -> Program[dict[Edge, int]]:
+        (rows,) = yield [(self.journal.text.edges_after, (*edge, PAGE))]
+        return {(child, parent): int(seq) for child, parent, seq in rows}
 
     # Examining
 

@@ -18,16 +18,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Above,
     Acted,
     Appended,
-    Children,
+    Below,
     Command,
     Completions,
     Decision,
+    EndedChildren,
+    LastEdge,
     Links,
     Loaded,
     Need,
     Newest,
+    Numbered,
     One,
     Outcome,
     Rounds,
@@ -46,6 +50,7 @@ from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
 from keiro.projections.invariants import COLUMNS, Examined, Finding, diagnose
 from keiro.projections.rebuilt import ComputedRuns, mended
+from keiro.projections.run_parents import RUN_PARENTS, TOPICS, ComputedRunParents, RunParent
 from keiro.projections.runs import claimed
 from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, TIMESTAMPS, Change, ChildRow, Forget, Put, timestamp
 from keiro.repository import MemorySnapshots, SnapshotTable
@@ -68,6 +73,7 @@ from keiro.stores.base import (
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.kept import BITE, Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.memory_edges import Edges
 from keiro.stores.memory_journal import MemoryJournal
 from keiro.stores.recorders.memory import MemoryFactory as MemoryFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.transaction import Gate
@@ -93,6 +99,7 @@ class Database:
         self.step_maps: dict[int, dict[int, str]] = {}
         self.snapshots = MemorySnapshots()
         self.open_stores: list[MemoryStore] = []
+        self.edges = Edges()
         self.kept: dict[str, MemoryRows] = {}
         self.rounds: dict[str, list[str]] = {}  # of lineages: the rounds after round 0, the oldest first
         self.rows: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
@@ -119,7 +126,10 @@ class Database:
             self.due.discard(run.run_key)
 
     def change(self, change: Change) -> None:
-        """Change a row of `keiro.projections.waits`."""
+        """Change a row of `keiro.projections.waits` or `keiro.projections.run_parents`."""
+        if change.table == RUN_PARENTS:
+            self.edges.change(change)
+            return
         rows = self.rows.setdefault(change.table, {})
         whole = tuple(change.key.values())
         if isinstance(change, Put):
@@ -213,6 +223,7 @@ class Database:
             for table in (CLOCKS, DEFERREDS):
                 for key in self.under.pop((table, run.workflow, run.run_id), ()):
                     self.rows[table].pop(key, None)
+            self.edges.forget(run.run_id)
             if run.round_ordinal == 0:
                 self._forget_children(run)
                 continue
@@ -393,15 +404,24 @@ class MemoryStore:
                 of = [row for row in self._db.rows.get(DEFERREDS, {}).values() if row["execution_id"] == run_id]
                 of.sort(key=lambda row: (row["completed_at_ms"], row["deferred_name"]))
                 return [(row["deferred_name"], row["exit_json"]) for row in of]
-            case Children(lineage_id, ended):
+            case EndedChildren(lineage_id):
                 parent = parse_run_id(lineage_id)
-                below = [
+                ended = [
                     self._runs[str(RunId(row["child_name"], row["child_id"]))]
                     for row in self._db.rows.get(CHILDREN, {}).values()
                     if (row["parent_id"], row["parent_name"]) == (parent.key, parent.workflow)
-                    and (row["status"] != "running") == ended
+                    and row["status"] != "running"
                 ]
-                return sorted(below, key=lambda run: run.run_key)
+                return sorted(ended, key=lambda run: run.run_key)
+            case Below(lineage_id):
+                below = [self._runs[edge.child_id] for edge in self._db.edges.children_of(lineage_id)]
+                return [run for run in below if not run.terminal or run.handoff_run_id is not None]
+            case Above(lineage_id):
+                return self._db.edges.above(lineage_id)
+            case Numbered(child_id, parent_id):
+                return self._db.edges.seqs.get((child_id, parent_id))
+            case LastEdge():
+                return self._db.edges.last
 
     def _write(self, decision: Decision) -> Decision:
         """Write all of a decision, or raise with nothing written; the decision with the keys of new runs."""
@@ -628,6 +648,14 @@ class MemoryStore:
                 found.append(ChildRow(**values))
         return sorted(found, key=lambda row: (row.created_at, row.child_id.encode()))
 
+    async def parents_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges to parents."""
+        return self._db.edges.parents_of(lineage_id)
+
+    async def children_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges from children."""
+        return self._db.edges.children_of(lineage_id)
+
     async def consider(self, commands: Sequence[Command]) -> list[Outcome]:
         """What commands would do."""
         with self._db.lock:
@@ -805,3 +833,20 @@ class MemoryKept:
                 self._db.keep(should_be)
                 updated += 1
         return Report(updated=updated, verified=len(computed.runs) - updated)
+
+    async def rebuild_run_parents(self) -> Report:
+        """See `Kept`."""
+        db = self._db
+        with db.lock:
+            computed = ComputedRunParents({}, {})
+            computed.fold(decoded(self._mapper, [row for row in db.journal.read(0) if row.topic in TOPICS]))
+            kept, seqs = db.edges.seqs, computed.seqs
+            report = Report(
+                inserted=len(seqs.keys() - kept.keys()),
+                updated=sum(kept.get(edge, seq) != seq for edge, seq in seqs.items()),
+                deleted=len(kept.keys() - seqs.keys()),
+                verified=sum(kept.get(edge) == seq for edge, seq in seqs.items()),
+            )
+            if report.differences:
+                db.edges.replace(seqs)
+        return report

@@ -97,13 +97,29 @@ class Tables:
             f"SELECT {run}, h.version, h.owner, h.epoch FROM {runs} r JOIN {heads} h ON h.run_key = r.run_key"
             " WHERE r.lineage_id = ? AND r.round_ordinal > 0 ORDER BY r.round_ordinal DESC LIMIT 1"
         )
-        self.children = (
+        self.ended_children = (
             f"SELECT {run} FROM {runs} r JOIN {children} c ON c.child_id = r.key AND c.child_name = r.workflow"
-            " WHERE c.parent_id = ? AND c.parent_name = ? AND c.status = 'running' AND r.round_ordinal = 0"
+            " WHERE c.parent_id = ? AND c.parent_name = ? AND c.status <> 'running' AND r.round_ordinal = 0"
             " ORDER BY r.run_key"
         )
         self.links = f"SELECT child_name, parent_name, parent_id FROM {children} WHERE child_id = ?"
-        self.ended_children = self.children.replace("c.status = 'running'", "c.status <> 'running'")
+        edges = f"{schema}keiro_run_parents"
+        self.last_edge = f"SELECT COALESCE(max(seq), 0) FROM {edges}"
+        self.edge = f"SELECT seq FROM {edges} WHERE child_id = ? AND parent_id = ?"
+        self.parents_of = f"SELECT child_id, parent_id, seq FROM {edges} WHERE child_id = ? ORDER BY seq, parent_id"
+        self.children_of = f"SELECT child_id, parent_id, seq FROM {edges} WHERE parent_id = ? ORDER BY seq, child_id"
+        self.below = (
+            f"SELECT {run} FROM {edges} e JOIN {runs} r ON r.run_id = e.child_id WHERE e.parent_id = ?"
+            " AND (r.finished_at_ms IS NULL OR r.handoff_run_id IS NOT NULL) ORDER BY e.seq, e.child_id"
+        )
+        # UNION leaves out what was reached before, so that a cycle which should not be there has an end.
+        one = '?::text COLLATE "C"' if schema else "?"
+        self.above = (
+            f"WITH RECURSIVE up(run_id) AS (SELECT {one} UNION"
+            f" SELECT e.parent_id FROM up JOIN {edges} e ON e.child_id = up.run_id)"
+            f" SELECT e.child_id, e.parent_id FROM up JOIN {edges} e ON e.child_id = up.run_id"
+            " ORDER BY e.seq, e.parent_id"
+        )
         self.completions = (
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"
             " ORDER BY completed_at_ms, deferred_name"

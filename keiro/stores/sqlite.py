@@ -29,6 +29,7 @@ from keiro.limits import NO_LIMITS, Limits, let_through
 from keiro.limits import Queue as Limited
 from keiro.mapper import EventMapper
 from keiro.projections.base import ReadModel
+from keiro.projections.run_parents import RunParent, to_edge
 from keiro.projections.waits import ChildRow
 from keiro.rows import Head, Run
 from keiro.stores import migrate
@@ -648,6 +649,14 @@ class SQLiteStore:
     async def children(self, workflow: str, key: str) -> list[ChildRow]:
         """The children of a run."""
         return [self._sql.to_child(row) for row in self._select(self._sql.text.list_children, (key, workflow))]
+
+    async def parents_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges to parents."""
+        return [to_edge(row) for row in self._select(self._sql.text.parents_of, (lineage_id,))]
+
+    async def children_of(self, lineage_id: str) -> list[RunParent]:
+        """The edges from children."""
+        return [to_edge(row) for row in self._select(self._sql.text.children_of, (lineage_id,))]
 
     async def bury(self, worker: WorkerRow) -> bool:
         """Remove a dead worker as it was seen."""

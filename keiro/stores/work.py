@@ -9,33 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from keiro.decisions import (
+    Above,
     Acted,
     Appended,
-    Children,
+    Below,
     Command,
     Completions,
     Deciding,
     Decision,
+    EndedChildren,
     Existing,
     InputDiffers,
+    LastEdge,
     Links,
     Loaded,
     Need,
     Newest,
+    Numbered,
     One,
     Outcome,
     Rounds,
     Stored,
     Write,
     decide,
-    first_need,
+    first_needs,
 )
 from keiro.identity import RunId, parse_run_id
+from keiro.projections.run_parents import edge_of
 from keiro.projections.waits import SEALED, TIMESTAMPS, Change, Forget, Put, timestamp
 from keiro.projections.waits import Set as SetColumns
 from keiro.rows import Head, Run
@@ -51,7 +56,7 @@ def execute(sql: Sql, commands: Sequence[Command]) -> Program[list[Decision]]:
     if sql.remote and len(commands) > 1:
         yield from work.foresee(commands)
     else:
-        yield from work.load([first_need(command) for command in commands])
+        yield from work.load([need for command in commands for need in first_needs(command)])
     decisions: list[Decision] = []
     for command in commands:
         deciding = decide(command)
@@ -89,6 +94,9 @@ def consider(sql: Sql, commands: Sequence[Command]) -> Program[list[Outcome]]:
     return outcomes
 
 
+_READ_BACK: Final = (Completions, EndedChildren, Below, Above, Numbered, Acted, Rounds, Links)
+
+
 class _Work:
     def __init__(self, sql: Sql) -> None:
         self._sql = sql
@@ -98,6 +106,7 @@ class _Work:
         self._overtaken: dict[tuple[str, int], bool] = {}
         self._user_events: dict[str, int] = {}  # the version of the newest event of the user's aggregate, of this batch
         self._listed: dict[Need, Any] = {}
+        self._last_edge: int | None = None
         self._writes: list[Write] = []
         self._gone: dict[str, Run] = {}  # runs that are to be deleted, newest rounds first
         self._freed: list[str] = []  # those of them that runs which stay refer to
@@ -118,6 +127,8 @@ class _Work:
                 return after is None or (run_id, after) in self._overtaken
             case Newest(lineage_id):
                 return lineage_id in self._newest
+            case LastEdge():
+                return self._last_edge is not None
         return False
 
     def foresee(self, commands: Sequence[Command]) -> Program[None]:
@@ -126,9 +137,10 @@ class _Work:
         They are tried, on what is there before any of them, and forgotten: those that count are made in order, and ask
         again where an earlier command has changed what they have to know.
         """
+        yield from self.load(list(dict.fromkeys(need for command in commands for need in first_needs(command))))
         asking = [(deciding, next(deciding)) for deciding in map(decide, commands)]
         while asking:
-            asking = [(deciding, need) for deciding, need in asking if isinstance(need, One | Newest)]
+            asking = [(deciding, need) for deciding, need in asking if isinstance(need, One | Newest | LastEdge)]
             yield from self.load([need for _, need in asking])
             further: list[tuple[Deciding, Need]] = []
             for deciding, need in asking:
@@ -138,7 +150,7 @@ class _Work:
 
     def load(self, needs: Sequence[Need]) -> Program[None]:
         """Load what is not known yet."""
-        if any(isinstance(need, Completions | Children | Acted | Rounds | Links) for need in needs):
+        if any(isinstance(need, _READ_BACK) for need in needs) or (LastEdge() in needs and self._gone):
             yield from self.flush()  # what the batch has written so far is part of the answer
         text = self._sql.text
         runs: dict[str, None] = {}
@@ -163,9 +175,17 @@ class _Work:
                         runs[lineage_id] = None
                 case Completions(run_id):
                     listed[need] = (text.completions, (run_id,))
-                case Children(lineage_id, ended):
+                case EndedChildren(lineage_id):
                     of = parse_run_id(lineage_id)
-                    listed[need] = (text.ended_children if ended else text.children, (of.key, of.workflow))
+                    listed[need] = (text.ended_children, (of.key, of.workflow))
+                case Below(lineage_id):
+                    listed[need] = (text.below, (lineage_id,))
+                case Above(lineage_id):
+                    listed[need] = (text.above, (lineage_id,))
+                case Numbered():
+                    listed[need] = (text.edge, (need.child_id, need.parent_id))
+                case LastEdge():
+                    listed[need] = (text.last_edge, ())
                 case Rounds(lineage_id, most):
                     listed[need] = (text.rounds, (lineage_id, most))
                 case Links(child):
@@ -199,7 +219,10 @@ class _Work:
             since = self._user_events.get(run_id, 0) > after
             self._overtaken[run_id, after] = bool(next(results)) or since
         for need in listed:
-            self._listed[need] = self._list(need, next(results))
+            if isinstance(need, LastEdge):
+                self._last_edge = int(next(results)[0][0])
+            else:
+                self._listed[need] = self._list(need, next(results))
 
     def _list(self, need: Need, rows: Sequence[Row]) -> Any:
         match need:
@@ -207,8 +230,12 @@ class _Work:
                 return [(row[0], self._sql.unseal(row[1])) for row in rows]
             case Links(child):
                 return [(str(RunId(name, child)), str(RunId(*parent))) for name, *parent in rows]
-            case Children() | Rounds():
+            case EndedChildren() | Below() | Rounds():
                 return [self._sql.to_run(row) for row in rows]
+            case Above():
+                return [(row[0], row[1]) for row in rows]
+            case Numbered():
+                return int(rows[0][0]) if rows else None
         return bool(rows)
 
     def _know(self, run_id: str, rows: Sequence[Row]) -> None:
@@ -228,6 +255,8 @@ class _Work:
             case Newest(lineage_id):
                 newest = self._newest[lineage_id]
                 return None if newest is None else self._of(newest, None, False)
+            case LastEdge():
+                return self._last_edge
         return self._listed.pop(need)
 
     def _of(self, run_id: str, present: Stored | None, overtaken: bool) -> Loaded | None:
@@ -246,6 +275,7 @@ class _Work:
             self._runs[run.run_id] = None
             self._gone[run.run_id] = run
         if decision.gone:
+            self._last_edge = None  # it may have gone with one of them
             newest, oldest = decision.gone[0], decision.gone[-1]
             gone = {run.run_id for run in decision.gone}
             if self._newest.get(newest.lineage_id) in gone:
@@ -267,6 +297,8 @@ class _Work:
                     0, write.run.run_key, version, one.event_id, one.event.TOPIC, one.payload, write.at_ms, run_id
                 )
                 self._present[run_id, one.event_id] = stored
+                if self._last_edge is not None and (edge := edge_of(one.event, run_id)) is not None:
+                    self._last_edge = edge.seq
                 if ":" in one.event.TOPIC:
                     self._user_events[run_id] = version
                     self._overtaken = {key: True if key[0] == run_id else seen for key, seen in self._overtaken.items()}
