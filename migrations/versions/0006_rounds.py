@@ -1,7 +1,7 @@
 """Old rounds of runs that go on: found in the order of their ends.
 
 Revision ID: 0006
-Revises: 0002
+Revises: 0003
 """
 
 from __future__ import annotations

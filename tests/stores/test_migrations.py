@@ -61,6 +61,9 @@ keiro_run_heads.queue text C
 keiro_queue_starts.queue text C not null
 keiro_queue_starts.at_ms bigint not null
 keiro_queue_starts.started integer not null
+keiro_run_parents.child_id text C not null
+keiro_run_parents.parent_id text C not null
+keiro_run_parents.seq bigint not null
 keiro_runs.run_key bigint not null identity
 keiro_runs.run_id text C not null
 keiro_runs.workflow text C not null
@@ -123,6 +126,10 @@ keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_m
 keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
 keiro_run_heads_queue_idx keiro_run_heads(queue,owner) where queue is not null and owner is not null
+keiro_run_parents_children_idx keiro_run_parents(parent_id,seq,child_id)
+keiro_run_parents_first_idx keiro_run_parents(child_id,seq,parent_id)
+keiro_run_parents_parent_idx keiro_run_parents(parent_id)
+keiro_run_parents_seq_idx keiro_run_parents(seq)
 keiro_runs_asked_idx keiro_runs(cancel_requested_at_ms) where cancel_requested_at_ms is not null and finished_at_ms is null
 keiro_runs_finished_idx keiro_runs(finished_at_ms,run_key) where finished_at_ms is not null and handoff_run_id is null
 keiro_runs_handed_off_idx keiro_runs(finished_at_ms,run_key) where handoff_run_id is not null and round_ordinal > 0
@@ -151,6 +158,7 @@ keiro_journal unique(run_key,version)
 keiro_projection_tracking primary key(name)
 keiro_queue_starts primary key(queue,at_ms)
 keiro_run_heads primary key(run_key)
+keiro_run_parents primary key(child_id,parent_id)
 keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
 keiro_runs primary key(run_key)
 keiro_runs unique(run_id)
@@ -166,6 +174,7 @@ TRIGGERS = {
         "keiro_journal_no_delete",
         "keiro_journal_no_replace",
         "keiro_journal_no_update",
+        "keiro_run_parents_gc",
         "keiro_runs_forget",
         "keiro_runs_forget_children",
         "keiro_runs_forget_waits",
@@ -175,6 +184,7 @@ TRIGGERS = {
         "keiro_journal_no_delete",
         "keiro_journal_no_truncate",
         "keiro_journal_no_update",
+        "keiro_run_parents_gc",
         "keiro_runs_forget",
         "keiro_runs_forget_children",
         "keiro_runs_forget_waits",
@@ -781,7 +791,7 @@ def in_use(at_first_revision: Database) -> Database:
 
 def test_a_database_in_use_is_brought_up_to_date_with_all_it_holds(in_use: Database) -> None:
     before = held(in_use)
-    with pytest.raises(MigrationRequired, match="is at revision 0001 and this keiro needs revision " + migrate.HEAD):
+    with pytest.raises(MigrationRequired, match=f"is at revision 0001 and this keiro needs revision {migrate.HEAD}"):
         in_use.ensure("verify")
 
     in_use.ensure()
