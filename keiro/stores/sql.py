@@ -113,12 +113,10 @@ class Tables:
             " AND (r.finished_at_ms IS NULL OR r.handoff_run_id IS NOT NULL) ORDER BY e.seq, e.child_id"
         )
         # UNION leaves out what was reached before, so that a cycle which should not be there has an end.
-        one = '?::text COLLATE "C"' if schema else "?"
         self.above = (
-            f"WITH RECURSIVE up(run_id) AS (SELECT {one} UNION"
-            f" SELECT e.parent_id FROM up JOIN {edges} e ON e.child_id = up.run_id)"
-            f" SELECT e.child_id, e.parent_id FROM up JOIN {edges} e ON e.child_id = up.run_id"
-            " ORDER BY e.seq, e.parent_id"
+            f"WITH RECURSIVE up(child_id, parent_id, seq) AS (SELECT child_id, parent_id, seq FROM {edges}"
+            " WHERE child_id = ? UNION SELECT e.child_id, e.parent_id, e.seq FROM up"
+            f" JOIN {edges} e ON e.child_id = up.parent_id) SELECT child_id, parent_id FROM up ORDER BY seq, parent_id"
         )
         self.completions = (
             f"SELECT deferred_name, exit_json FROM {schema}keiro_deferred_completions WHERE execution_id = ?"

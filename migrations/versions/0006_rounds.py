@@ -11,7 +11,7 @@ from alembic import op
 from keiro.stores import ddl
 
 revision: str = "0006"
-down_revision: str | None = "0002"
+down_revision: str | None = "0003"
 branch_labels: str | None = None
 depends_on: str | None = None
 

@@ -87,7 +87,7 @@ def filled(database: Database, n: int) -> None:
         else "(WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < ?) SELECT n FROM s) AS s"
     )
     database.rows(
-        f"INSERT INTO {TABLE} (child_id, parent_id, seq) SELECT 'wf:order-' || n, CASE WHEN n % 4 = 0"
+        f"INSERT INTO {TABLE} (child_id, parent_id, seq) SELECT 'wf:order-' || n, CASE WHEN n - n / 4 * 4 = 0"
         f" THEN 'wf:order-root' ELSE 'wf:order-' || (n - 1) END, n FROM {series}",
         n,
     )
