@@ -18,13 +18,15 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A run in a tree: its newest round, how many rounds it had, and its children."""
+    """A run in a tree: its newest round, how many rounds it had, and what is below it. With `again` it has several
+    parents, and what is below it is shown where it came first."""
 
     run_id: str
     status: str
     rounds: int
     waiting: str | None
     children: tuple[Node, ...]
+    again: bool = False
 
 
 def waited_for(run: Run) -> str | None:

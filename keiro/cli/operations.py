@@ -17,7 +17,6 @@ from keiro.cli.operating import Node, Told, waited_for
 from keiro.cli.reading import must_exist
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
-from keiro.identity import lineage_of
 from keiro.projections.invariants import Finding
 from keiro.retention import Collection
 from keiro.rows import Run, Status
@@ -69,14 +68,19 @@ async def cancel(url: str, run_id: str, reason: str | None, *, yes: bool) -> Tol
     return Told(run_id, "cancelled" if done else f"already_{now.status}", concerned if done else ())
 
 
-async def _below(engine: Engine, run: Run) -> AsyncIterator[str]:
-    yield run.run_id
-    for child in await engine.children.of(run.run_id):
-        row = await engine.handle(child.run_id).run()
-        first = await engine.store.run(lineage_of(child.run_id))
-        if not row.terminal and first is not None and first.on_cancel != "detach":
-            async for one in _below(engine, row):
-                yield one
+async def _below(engine: Engine, top: Run) -> AsyncIterator[str]:
+    todo, seen = [top], {top.lineage_id}
+    while todo:
+        run = todo.pop(0)
+        yield run.run_id
+        for edge in await engine.run_parents.children(run.run_id):
+            if edge.child_id in seen:
+                continue
+            seen.add(edge.child_id)
+            row = await engine.handle(edge.child_id).run()
+            first = await engine.store.run(edge.child_id)
+            if not row.terminal and first is not None and first.on_cancel != "detach":
+                todo.append(row)
 
 
 async def resurrect(url: str, run_id: str, reason: str | None, *, yes: bool) -> Told:
@@ -119,13 +123,16 @@ async def reconcile(url: str, *, fix: bool) -> list[Finding]:
 async def tree(url: str, run_id: str) -> Node:
     """A run and everything below it."""
     async with client(url) as engine:
-        return await _node(engine, run_id)
+        return await _node(engine, run_id, set())
 
 
-async def _node(engine: Engine, run_id: str) -> Node:
+async def _node(engine: Engine, run_id: str, shown: set[str]) -> Node:
     run = await engine.handle(run_id).run()
-    children = [await _node(engine, child.run_id) for child in await engine.children.of(run_id)]
-    return Node(run.run_id, run.status, run.round_ordinal + 1, waited_for(run), tuple(children))
+    again = run.lineage_id in shown
+    shown.add(run.lineage_id)
+    below = [] if again else await engine.run_parents.children(run_id)
+    children = [await _node(engine, edge.child_id, shown) for edge in below]
+    return Node(run.run_id, run.status, run.round_ordinal + 1, waited_for(run), tuple(children), again)
 
 
 async def children(url: str, run_id: str) -> Sequence[Any]:

@@ -335,7 +335,9 @@ def tree(root: Node, as_json: bool) -> None:
     def rows(node: Node, indent: str) -> Iterable[str | Text]:
         rounds = f"  {node.rounds} rounds" if node.rounds > 1 else ""
         waits = f"  waits for {node.waiting}" if node.waiting else ""
-        yield Text.assemble(indent, node.run_id, "  ", (node.status, _STYLES.get(node.status, "")), rounds, waits)
+        again = "  (again)" if node.again else ""
+        status = (node.status, _STYLES.get(node.status, ""))
+        yield Text.assemble(indent, node.run_id, "  ", status, rounds, waits, again)
         for child in node.children:
             yield from rows(child, indent + "  ")
 

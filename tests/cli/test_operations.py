@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -123,6 +124,28 @@ def test_a_run_with_a_cleanup_is_said_to_be_asked_and_not_cancelled_until_it_has
     assert "asked to end" not in shown
     assert "reason: too late" in shown
     assert shell.json("show", "wf:tidy-a")["reason"] == "too late"
+
+
+def test_runs_that_are_linked_are_in_the_tree_and_go_along(shell: Shell) -> None:
+    for key in "abc":
+        shell("start", "waiting:leaf", "--id", key)
+        until(shell, f"wf:leaf-{key}", "suspended")
+
+    async def linked() -> None:
+        async with keiro.Engine(f"sqlite:///{shell.folder}/keiro.db", worker=False) as engine:
+            for child, parent in ("ba", "cb", "ca"):
+                await engine.run_parents.link(f"wf:leaf-{child}", f"wf:leaf-{parent}")
+
+    asyncio.run(linked())
+
+    tree = shell("tree", "wf:leaf-a").stdout.replace("  waits for deferred more", "")
+    assert tree.splitlines() == [
+        "wf:leaf-a  suspended",
+        "  wf:leaf-b  suspended",
+        "    wf:leaf-c  suspended",
+        "  wf:leaf-c  suspended  (again)",
+    ]
+    assert shell("cancel", "wf:leaf-a").stdout == "would cancel: wf:leaf-a\n  wf:leaf-b\n  wf:leaf-c\n"
 
 
 def test_a_failed_run_goes_on_when_it_is_resurrected(shell: Shell) -> None:
