@@ -664,7 +664,7 @@ def _spawn(command: Spawn) -> Deciding:
         return Decision(VersionConflict(parent.head.version))
     lineage = parent.run.lineage_id
     if start.run_id == lineage:
-        return Decision(Refused(f"{lineage} cannot be a child of itself"))
+        return Decision(Cyclic((lineage,)))
     started = start.started.event
     assert isinstance(started, WorkflowStarted)
     child: Loaded | None = yield One(start.run_id)

@@ -74,7 +74,7 @@ def cycle(child: str, parent: str, above: Sequence[Edge]) -> tuple[str, ...] | N
 def closes(path: Sequence[str]) -> str:
     """What to tell of a path that an edge would close."""
     if len(path) == 1:
-        return f"{path[0]} cannot be its own parent: give it another one"
+        return f"{path[0]} cannot be a child of itself: give it another parent"
     return (
         f"{path[0]} cannot have the parent {path[-1]}, which is below it already ({' > '.join(path)}): no run may be "
         "among its own ancestors. Link it to another run, or unlink one of these first"

@@ -94,7 +94,7 @@ async def test_wf_26_a_suspended_run_that_was_cancelled_is_found_no_more(
     make_engine: MakeEngine,
     parks_at_once: None,
 ) -> None:
-    """WF-26, F9: nor does it take what it was waiting for."""
+    """WF-26, F9, J14: nor does it take what it was waiting for."""
 
     @keiro.workflow
     async def naps(run: keiro.WorkflowRun) -> None:
@@ -121,7 +121,7 @@ async def test_wf_27_of_a_cancellation_and_an_end_the_first_one_counts(
     either_way: None,
     order: str,
 ) -> None:
-    """WF-27, CH-46, F16, F24, U9: the run, the row of the child and what the parent is told agree."""
+    """WF-27, CH-46, F16, F24, J15, U9: the run, the row of the child and what the parent is told agree."""
 
     @keiro.workflow
     async def child(run: keiro.WorkflowRun) -> str:
@@ -406,7 +406,7 @@ async def test_u21_what_a_body_does_to_its_children_is_recorded(make_engine: Mak
 
 
 async def test_a_run_that_is_cancelled_elsewhere_stops_here(make_engine: MakeEngine, either_way: None) -> None:
-    """CH-44, F14: its body is interrupted, and a record on its way is refused."""
+    """CH-44, F14, J14: its body is interrupted, and a record on its way is refused."""
     async with make_engine(works) as engine, make_engine(worker=False) as client:
         handle = await engine.start(works, id="a")
         await gate["entered"].wait()

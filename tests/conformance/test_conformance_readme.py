@@ -29,6 +29,7 @@ PROMISED = [
     *(f"F{n}" for n in (2, 12, 13, 16, 17, 18, 20, 22, 34, 36, 39)),
     *(f"U{n}" for n in (1, 4, 5, 6, 7, 8, 9, 20, 21, 22)),
     *(f"SC-{n}" for n in range(1, 10)),
+    *(f"J{n}" for n in range(1, 18)),
 ]
 
 

@@ -103,6 +103,7 @@ async def test_e_12_an_append_of_a_former_owner_is_refused(make_engine: MakeEngi
 
 
 async def test_a_closed_engine_hands_its_runs_back_for_the_next(make_engine: MakeEngine) -> None:
+    """J16: to stop a process cancels nothing."""
     async with make_engine(held_workflow, grace=0.0) as engine:
         handle = await engine.start(held_workflow, id="a")
         await gate["entered"].wait()

@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 
 import keiro
-from keiro.decisions import Link
+from keiro.decisions import Fire, Link
 from keiro.events import RunLinked, StateChanged, WorkflowCancelled, WorkflowStarted
 from keiro.projections.base import Projection, Row
 from keiro.projections.waits import Put
@@ -214,7 +214,7 @@ async def test_a_refusal_says_what_is_wrong_and_what_to_do(make_engine: MakeEngi
 
         with pytest.raises(keiro.RunParentCycle, match=r"wf:node-a > wf:node-b\).*unlink one of these"):
             await link(engine, "ab")
-        with pytest.raises(keiro.RunParentCycle, match="cannot be its own parent"):
+        with pytest.raises(keiro.RunParentCycle, match="cannot be a child of itself"):
             await link(engine, "aa")
         with pytest.raises(keiro.RunNotFound, match="'wf:node-none'"):
             await engine.run_parents.link(named("none"), named("a"))
@@ -817,6 +817,30 @@ async def test_j13_a_cancellation_that_fails_is_told_and_takes_nobody_along(make
         for key in "abc":
             await engine.complete(named(key), "done", key)
             assert await engine.handle(named(key)).result(LIMIT_S) == key
+
+
+async def test_j17_nothing_moves_the_end_of_a_parked_run_that_was_cancelled(
+    make_engine: MakeEngine, parks_at_once: None
+) -> None:
+    """J17: neither its clock, nor what it waited for, nor an edge."""
+    async with make_engine(sleeper, node) as engine:
+        await nodes(engine, "ab")
+        handle = await engine.start(sleeper, id="s")
+        await until(lambda: is_parked(handle))
+        found = await engine.store.head(handle.run_id)
+        assert found is not None and await handle.cancel()
+        ended_at = (await handle.run()).finished_at_ms
+        await until(lambda: later(engine, ended_at))
+
+        assert not await handle.cancel()
+        assert (
+            type(await engine.store.submit(Fire(handle.run_id, found[1].version, 2**52))).__name__ == "VersionConflict"
+        )
+        await engine.run_parents.link(handle.run_id, named("a"))
+        await engine.cancel(named("a"))
+
+        run = await handle.run()
+        assert (run.status, run.finished_at_ms) == ("cancelled", ended_at)
 
 
 async def test_what_is_recorded_of_an_edge_comes_back_from_the_journal(make_engine: MakeEngine) -> None:
