@@ -18,10 +18,11 @@ import pytest
 import sqlalchemy as sa
 
 import keiro
-from keiro.decisions import Fire, Link
+from keiro.decisions import Collect, Collected, Fire, Link, Linked, UnknownRun
 from keiro.events import RunLinked, StateChanged, WorkflowCancelled, WorkflowStarted
 from keiro.projections.base import Projection, Row
 from keiro.projections.waits import Put
+from tests.conformance.test_races import Course
 from tests.conformance.test_steps import topics
 from tests.conftest import MakeEngine
 
@@ -253,6 +254,103 @@ async def test_j3_a_chord_is_never_refused(make_engine: MakeEngine) -> None:
 
         assert len(await table(one)) == len(chords)
         assert await refused(other, "ae") is not None
+
+
+async def at_the_lock(url: str, *calls: Awaitable[Any]) -> list[Any]:
+    """What the calls come to when all of them have waited for the lock, which somebody else held."""
+    with Course(url).locked() as waiting:
+        sent: list[asyncio.Future[Any]] = []
+        for number, call in enumerate(calls, 1):
+            sent.append(asyncio.ensure_future(call))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            while (count := waiting()) is not None and count < number:
+                await asyncio.sleep(0)
+        assert not any(one.done() for one in sent)
+    return await asyncio.gather(*sent, return_exceptions=True)
+
+
+SQL = pytest.mark.parametrize("store_url", ["sqlite", "postgres"], indirect=True)
+
+
+@SQL
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize(
+    ("there", "racing", "refusals"),
+    [("", "ab ba", 1), ("cb", "ac ba", 1), ("cb de", "db ec", 0), ("cb de ba", "ca da", 0), ("", "ba ba", 0)],
+)
+async def test_j3_two_that_wait_at_the_lock_see_each_other(
+    make_engine: MakeEngine, store_url: str, there: str, racing: str, refusals: int, order: int
+) -> None:
+    """J3: the second one looks for cycles after the first has committed, and only what closes one is refused."""
+    async with make_engine(node, worker=False) as one, make_engine(node, worker=False) as other:
+        await nodes(one, "abcde")
+        await link(one, *there.split())
+        engines = (one, other)
+
+        calls = [link(engine, edge) for engine, edge in zip(engines, racing.split()[:: 1 - 2 * order], strict=True)]
+        done = await at_the_lock(store_url, *calls)
+
+        assert [type(each).__name__ for each in done].count("RunParentCycle") == refusals
+        edges = await table(one)
+        assert [seq for *_, seq in edges] == list(range(1, len(edges) + 1))
+        assert (await one.rebuild("run_parents")).differences == 0
+
+
+@SQL
+@pytest.mark.parametrize("order", [0, 1])
+async def test_j11_a_link_and_a_cancellation_that_wait_at_the_lock(
+    make_engine: MakeEngine, store_url: str, order: int
+) -> None:
+    """J11: through two engines, as from two processes."""
+    async with make_engine(node, worker=False) as one, make_engine(node, worker=False) as other:
+        await nodes(one, "abc")
+        await link(one, "cb")
+        calls = [link(one, "ba"), other.cancel(named("a"))]
+
+        assert True in await at_the_lock(store_url, *calls[:: 1 - 2 * order])
+
+        assert [await marks(one, key) for key in "abc"] == [1, 1, 1]
+
+
+@SQL
+@pytest.mark.parametrize("order", [0, 1])
+async def test_a_link_and_the_collection_of_the_parent_leave_no_edge_to_nobody(
+    make_engine: MakeEngine, store_url: str, order: int
+) -> None:
+    """J7: an edge to a run that is gone would close cycles with the next one of its name."""
+    async with make_engine(node, worker=False) as one, make_engine(node, worker=False) as other:
+        await nodes(one, "ab")
+        await one.cancel(named("a"))
+        calls: list[Awaitable[Any]] = [link(one, "ba"), other.store.submit(Collect(named("a"), 2**52))]
+
+        done = await at_the_lock(store_url, *calls[:: 1 - 2 * order])
+
+        assert Collected(1) in done
+        assert await one.run_parents.of(named("b")) == []
+        await nodes(one, "a")
+        assert await link(one, "ab") == [1]
+
+
+async def test_numbers_go_on_above_the_highest_also_within_a_batch(make_engine: MakeEngine) -> None:
+    """J1: a run that is collected in between takes the highest number with it."""
+    async with make_engine(node, worker=False) as engine:
+        await nodes(engine, "abcdef")
+        await engine.cancel(named("a"))
+        now = engine.wall_ms()
+        commands = [
+            Link(named("c"), named("b"), now),
+            Link(named("d"), named("a"), now),
+            Collect(named("a"), 2**52),
+            Link(named("e"), named("a"), now),
+            Link(named("f"), named("b"), now),
+        ]
+
+        outcomes = [await done for done in [engine.store.submit(command) for command in commands]]
+
+        assert outcomes == [Linked(1, True), Linked(2, True), Collected(1), UnknownRun(), Linked(2, True)]
+        assert await table(engine) == [(named("c"), named("b"), 1), (named("f"), named("b"), 2)]
+        assert (await engine.rebuild("run_parents")).differences == 0
 
 
 RACER = """
