@@ -316,7 +316,20 @@ Need: TypeAlias = (
     One | Newest | Completions | EndedChildren | Below | Above | Numbered | LastEdge | Acted | Rounds | Links
 )
 Command: TypeAlias = (
-    Start | Append | Deliver | Spawn | Rotate | Cancel | EndGrace | Link | Unlink | Resurrect | Retract | Fire | Collect | Trim
+    Start
+    | Append
+    | Deliver
+    | Spawn
+    | Rotate
+    | Cancel
+    | EndGrace
+    | Link
+    | Unlink
+    | Resurrect
+    | Retract
+    | Fire
+    | Collect
+    | Trim
 )
 
 
