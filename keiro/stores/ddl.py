@@ -38,11 +38,20 @@ class Dialect(Protocol):
     def count(self, column: str, low: int = 0) -> str:
         """A column of whole numbers from `low` to 2**31 - 1."""
 
+    def real(self, column: str, low: float, high: float) -> str:
+        """A column of finite numbers from `low` to `high`."""
+
     def uuid(self, column: str) -> str:
         """A column of UUIDs: 16 bytes on SQLite."""
 
     def text(self, column: str) -> str:
         """A column of text, and of nothing that merely can stand in a text column."""
+
+    def named(self, column: str) -> str:
+        """A column of text that identifies something and is never empty."""
+
+    def digest(self, column: str) -> str:
+        """A column of SHA-256 digests, in 64 hexadecimal digits."""
 
     def json(self, column: str) -> str:
         """A column of JSON kept as the text it was given: a binary JSON type would write it anew."""
@@ -62,6 +71,13 @@ class Dialect(Protocol):
     def trigger(self, name: str, event: str, table: str, body: Sequence[str], *, when: str | None = None) -> list[str]:
         """The statements that create a trigger. `event` reads like `BEFORE UPDATE OF a, b`; `when` may use
         NEW, OLD and subqueries."""
+
+    def differ(self, one: str, other: str) -> str:
+        """The condition that two values are not the same, where NULL is a value like any other."""
+
+    def bypasses(self, name: str, keys: Sequence[Sequence[str]], message: str) -> list[str]:
+        """The statements that refuse what removes rows of the table `name` past its BEFORE DELETE triggers. `keys` are
+        all its unique keys."""
 
 
 class SQLite:
@@ -89,6 +105,10 @@ class SQLite:
         kind = f"typeof({column}) IN ('integer', 'null')"
         return f"{column} INTEGER CHECK ({kind} AND {column} BETWEEN {low} AND {high})"
 
+    def real(self, column: str, low: float, high: float) -> str:
+        """NaN arrives as NULL here."""
+        return f"{column} REAL CHECK (typeof({column}) IN ('real', 'null') AND {column} BETWEEN {low:g} AND {high:g})"
+
     def uuid(self, column: str) -> str:
         """16 bytes."""
         return f"{column} BLOB CHECK (typeof({column}) IN ('blob', 'null') AND length({column}) = 16)"
@@ -96,6 +116,14 @@ class SQLite:
     def text(self, column: str) -> str:
         """Bytes in a text column would be kept as bytes, unreadable to every other tool."""
         return f"{column} TEXT CHECK (typeof({column}) IN ('text', 'null'))"
+
+    def named(self, column: str) -> str:
+        """Bytes would never equal the text they stand for."""
+        return f"{column} {self.id} CHECK (typeof({column}) IN ('text', 'null') AND length({column}) > 0)"
+
+    def digest(self, column: str) -> str:
+        """Text."""
+        return f"{column} TEXT CHECK (typeof({column}) IN ('text', 'null') AND length({column}) = 64)"
 
     def json(self, column: str) -> str:
         """Text that parses."""
@@ -123,6 +151,17 @@ class SQLite:
         steps = " ".join(f"{step};" for step in body)
         return [f"CREATE TRIGGER {name} {event} ON {table} FOR EACH ROW{condition} BEGIN {steps} END"]
 
+    def differ(self, one: str, other: str) -> str:
+        """IS DISTINCT FROM came with 3.39."""
+        return f"{one} IS NOT {other}"
+
+    def bypasses(self, name: str, keys: Sequence[Sequence[str]], message: str) -> list[str]:
+        """INSERT OR REPLACE fires delete triggers on connections with recursive_triggers only: an insert that meets a
+        row is refused before. It may also meet one by its rowid, which is -1 here unless the statement gives it."""
+        met = (" AND ".join(f"{column} = NEW.{column}" for column in key) for key in keys)
+        when = " OR ".join(["NEW.rowid <> -1", *(f"EXISTS (SELECT 1 FROM {name} WHERE {one})" for one in met)])
+        return self.trigger(f"{name}_no_replace", "BEFORE INSERT", name, [self.refuse(message)], when=when)
+
 
 class Postgres:
     """DDL for Postgres, in the schema `keiro`."""
@@ -145,6 +184,10 @@ class Postgres:
         """The type bounds it above."""
         return f"{column} INTEGER CHECK ({column} >= {low})"
 
+    def real(self, column: str, low: float, high: float) -> str:
+        """NaN is greater than every number here."""
+        return f"{column} DOUBLE PRECISION CHECK ({column} BETWEEN {low:g} AND {high:g})"
+
     def uuid(self, column: str) -> str:
         """The type says it all."""
         return f"{column} UUID"
@@ -152,6 +195,14 @@ class Postgres:
     def text(self, column: str) -> str:
         """The type says it all."""
         return f"{column} TEXT"
+
+    def named(self, column: str) -> str:
+        """A check of its length."""
+        return f"{column} {self.id} CHECK (length({column}) > 0)"
+
+    def digest(self, column: str) -> str:
+        """A check of its length."""
+        return f"{column} TEXT CHECK (length({column}) = 64)"
 
     def json(self, column: str) -> str:
         """The cast raises where the text does not parse; `IS JSON` would need Postgres 16."""
@@ -189,10 +240,34 @@ class Postgres:
             f"CREATE TRIGGER {name} {event} ON {table} FOR EACH {level} EXECUTE FUNCTION {SCHEMA}.{name}()",
         ]
 
+    def differ(self, one: str, other: str) -> str:
+        """One operator."""
+        return f"{one} IS DISTINCT FROM {other}"
+
+    def bypasses(self, name: str, keys: Sequence[Sequence[str]], message: str) -> list[str]:
+        """TRUNCATE fires no row triggers."""
+        return self.trigger(f"{name}_no_truncate", "BEFORE TRUNCATE", self.table(name), [self.refuse(message)])
+
 
 def dialect(name: str) -> Dialect:
     """The pieces for the dialect that SQLAlchemy calls `name`."""
     return SQLite() if name == "sqlite" else Postgres()
+
+
+def unchanged(d: Dialect, name: str, message: str) -> list[str]:
+    """The statements that make the rows of the table `name` what they are for good."""
+    return d.trigger(f"{name}_no_update", "BEFORE UPDATE", d.table(name), [d.refuse(message)])
+
+
+def kept_with_run(d: Dialect, name: str, keys: Sequence[Sequence[str]], message: str) -> list[str]:
+    """The statements that keep the rows of the table `name` as long as the run that their `run_id` names. `keys` are
+    all unique keys of the table. One of several writers has to look before it inserts: on SQLite no form of INSERT
+    passes over a row that is there."""
+    alive = f"EXISTS (SELECT 1 FROM {d.table('keiro_runs')} WHERE run_id = OLD.run_id)"
+    return [
+        *d.trigger(f"{name}_no_delete", "BEFORE DELETE", d.table(name), [d.refuse(message)], when=alive),
+        *d.bypasses(name, keys, message),
+    ]
 
 
 def _literal(text: str) -> str:

@@ -10,12 +10,15 @@ import uuid
 from typing import Any, Final
 
 from sqlalchemy import (
+    REAL,
     BigInteger,
     Boolean,
     Column,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
+    ForeignKeyConstraint,
     Identity,
     Index,
     Integer,
@@ -81,8 +84,16 @@ _TIMESTAMP: Final = Text().with_variant(DateTime(timezone=True), "postgresql")
 _ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
 
 
+_REAL: Final = Double().with_variant(REAL(), "sqlite")
+
+
 def _key(name: str) -> Column[int]:
     return Column(name, _BIGINT, Identity(always=True, cache=1), primary_key=True)
+
+
+def _of_run() -> Column[str]:
+    """The run that a row is of, and goes with."""
+    return Column("run_id", _ID, ForeignKey(f"{SCHEMA}.keiro_runs.run_id", ondelete="CASCADE"), primary_key=True)
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -330,3 +341,70 @@ step_maps: Final = Table(
     Column("state", Text, nullable=False),
 )
 """Snapshots of the histories of long runs."""
+
+suspected_edges: Final = Table(
+    "keiro_selection_suspected_edges",
+    metadata,
+    Column("scope", _ID, primary_key=True),
+    Column("affects", _ID, primary_key=True),
+    Column("confidence", _REAL, nullable=False),
+    Column("valid_from_ms", _BIGINT, nullable=False),
+    Column("evidence_json", Text, nullable=False),
+)
+"""Which changed files are suspected of affecting what, and how strongly. Of no run: it outlives them."""
+
+plan_input_legacy_runs: Final = Table("keiro_plan_input_legacy_runs", metadata, _of_run())
+"""The runs whose steps ran before inputs of plans were observed: what their inputs were nobody knows."""
+
+plan_input_heads: Final = Table(
+    "keiro_plan_input_heads",
+    metadata,
+    _of_run(),
+    Column("plan_id", _ID, primary_key=True),
+    Column("base_digest", _ID, nullable=False),
+    Column("generation", _BIGINT, nullable=False),
+    Column("environment_digest", _ID),
+    Column("merge_state_version", _BIGINT),
+    Index("keiro_plan_input_heads_run_idx", "run_id", unique=True),
+)
+"""The one plan of a run, and its newest generation of inputs: it goes forward by one and changes in nothing else."""
+
+plan_input_generations: Final = Table(
+    "keiro_plan_input_generations",
+    metadata,
+    _of_run(),
+    Column("plan_id", _ID, primary_key=True),
+    Column("generation", _BIGINT, primary_key=True, autoincrement=False),
+    Column("snapshot_json", Text, nullable=False),
+    Column("checksum", Text, nullable=False),
+)
+"""What the inputs of a plan were when a generation of its actions began. `checksum` is of the very text beside it."""
+
+plan_merge_intents: Final = Table(
+    "keiro_plan_merge_intents",
+    metadata,
+    _of_run(),
+    Column("stopped_node_id", _ID, primary_key=True),
+    Column("intent_json", Text, nullable=False),
+    Column("checksum", Text, nullable=False),
+)
+"""Actions that were stopped by a conflict, to be merged with those they conflict with."""
+
+plan_merge_completions: Final = Table(
+    "keiro_plan_merge_completions",
+    metadata,
+    _of_run(),
+    Column("stopped_node_id", _ID, primary_key=True),
+    Column("generation", _BIGINT, nullable=False),
+    Column("merge_node_id", _ID, nullable=False),
+    Column("completion_json", Text, nullable=False),
+    Column("checksum", Text, nullable=False),
+    UniqueConstraint("run_id", "generation"),
+    UniqueConstraint("run_id", "merge_node_id"),
+    ForeignKeyConstraint(
+        ["run_id", "stopped_node_id"],
+        [f"{SCHEMA}.keiro_plan_merge_intents.run_id", f"{SCHEMA}.keiro_plan_merge_intents.stopped_node_id"],
+        ondelete="CASCADE",
+    ),
+)
+"""The merges that were added to a plan, each as the generation it made."""

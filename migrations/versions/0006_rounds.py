@@ -1,7 +1,7 @@
 """Old rounds of runs that go on: found in the order of their ends.
 
 Revision ID: 0006
-Revises: 0003
+Revises: 0005
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from alembic import op
 from keiro.stores import ddl
 
 revision: str = "0006"
-down_revision: str | None = "0003"
+down_revision: str | None = "0005"
 branch_labels: str | None = None
 depends_on: str | None = None
 

@@ -51,6 +51,28 @@ keiro_journal.event_id uuid not null
 keiro_journal.topic text not null
 keiro_journal.payload text not null
 keiro_journal.recorded_at_ms bigint not null
+keiro_plan_input_generations.run_id text C not null
+keiro_plan_input_generations.plan_id text C not null
+keiro_plan_input_generations.generation bigint not null
+keiro_plan_input_generations.snapshot_json text not null
+keiro_plan_input_generations.checksum text not null
+keiro_plan_input_heads.run_id text C not null
+keiro_plan_input_heads.plan_id text C not null
+keiro_plan_input_heads.base_digest text C not null
+keiro_plan_input_heads.generation bigint not null
+keiro_plan_input_heads.environment_digest text C
+keiro_plan_input_heads.merge_state_version bigint
+keiro_plan_input_legacy_runs.run_id text C not null
+keiro_plan_merge_completions.run_id text C not null
+keiro_plan_merge_completions.stopped_node_id text C not null
+keiro_plan_merge_completions.generation bigint not null
+keiro_plan_merge_completions.merge_node_id text C not null
+keiro_plan_merge_completions.completion_json text not null
+keiro_plan_merge_completions.checksum text not null
+keiro_plan_merge_intents.run_id text C not null
+keiro_plan_merge_intents.stopped_node_id text C not null
+keiro_plan_merge_intents.intent_json text not null
+keiro_plan_merge_intents.checksum text not null
 keiro_projection_tracking.name text C not null
 keiro_projection_tracking.position bigint not null
 keiro_run_heads.run_key bigint not null
@@ -91,6 +113,11 @@ keiro_runs.cancel_requested_at_ms bigint
 keiro_runs.handoff_run_id text C
 keiro_runs.priority integer not null default 0
 keiro_runs.cleanup_ms bigint
+keiro_selection_suspected_edges.scope text C not null
+keiro_selection_suspected_edges.affects text C not null
+keiro_selection_suspected_edges.confidence double precision not null
+keiro_selection_suspected_edges.valid_from_ms bigint not null
+keiro_selection_suspected_edges.evidence_json text not null
 keiro_snapshots.originator_id text C not null
 keiro_snapshots.originator_version integer not null
 keiro_snapshots.topic text not null
@@ -124,6 +151,7 @@ INDEXES = """
 keiro_clock_deadlines_execution_idx keiro_clock_deadlines(execution_id)
 keiro_clock_deadlines_pending_idx keiro_clock_deadlines(completed_at_ms,due_at_ms)
 keiro_deferred_completions_execution_idx keiro_deferred_completions(execution_id)
+keiro_plan_input_heads_run_idx unique keiro_plan_input_heads(run_id)
 keiro_run_heads_owner_idx keiro_run_heads(owner) where owner is not null
 keiro_run_heads_queue_idx keiro_run_heads(queue,owner) where queue is not null and owner is not null
 keiro_run_parents_children_idx keiro_run_parents(parent_id,seq,child_id)
@@ -155,6 +183,19 @@ keiro_deferred_completions primary key(flow_name,execution_id,deferred_name)
 keiro_journal primary key(position)
 keiro_journal unique(run_key,event_id)
 keiro_journal unique(run_key,version)
+keiro_plan_input_generations foreign key(run_id) references keiro_runs(run_id) on delete cascade
+keiro_plan_input_generations primary key(run_id,plan_id,generation)
+keiro_plan_input_heads foreign key(run_id) references keiro_runs(run_id) on delete cascade
+keiro_plan_input_heads primary key(run_id,plan_id)
+keiro_plan_input_legacy_runs foreign key(run_id) references keiro_runs(run_id) on delete cascade
+keiro_plan_input_legacy_runs primary key(run_id)
+keiro_plan_merge_completions foreign key(run_id) references keiro_runs(run_id) on delete cascade
+keiro_plan_merge_completions foreign key(run_id,stopped_node_id) references keiro_plan_merge_intents(run_id,stopped_node_id) on delete cascade
+keiro_plan_merge_completions primary key(run_id,stopped_node_id)
+keiro_plan_merge_completions unique(run_id,generation)
+keiro_plan_merge_completions unique(run_id,merge_node_id)
+keiro_plan_merge_intents foreign key(run_id) references keiro_runs(run_id) on delete cascade
+keiro_plan_merge_intents primary key(run_id,stopped_node_id)
 keiro_projection_tracking primary key(name)
 keiro_queue_starts primary key(queue,at_ms)
 keiro_run_heads primary key(run_key)
@@ -162,21 +203,41 @@ keiro_run_parents primary key(child_id,parent_id)
 keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
 keiro_runs primary key(run_key)
 keiro_runs unique(run_id)
+keiro_selection_suspected_edges primary key(scope,affects)
 keiro_snapshots primary key(originator_id,originator_version)
 keiro_step_maps primary key(run_key,until_version)
 keiro_workers primary key(worker_key)
 keiro_workers unique(worker_id)
 keiro_workflow_children primary key(child_id,child_name)
-""".strip().splitlines()
+""".strip().splitlines()  # noqa: E501
 
 TRIGGERS = {
     "sqlite": [
         "keiro_journal_no_delete",
         "keiro_journal_no_replace",
         "keiro_journal_no_update",
+        "keiro_plan_input_generations_no_delete",
+        "keiro_plan_input_generations_no_replace",
+        "keiro_plan_input_generations_no_update",
+        "keiro_plan_input_heads_environment_immutable",
+        "keiro_plan_input_heads_environment_required",
+        "keiro_plan_input_heads_forward_only",
+        "keiro_plan_input_heads_merge_version_immutable",
+        "keiro_plan_input_heads_no_delete",
+        "keiro_plan_input_heads_no_replace",
+        "keiro_plan_input_legacy_runs_no_delete",
+        "keiro_plan_input_legacy_runs_no_replace",
+        "keiro_plan_input_legacy_runs_no_update",
+        "keiro_plan_merge_completions_no_delete",
+        "keiro_plan_merge_completions_no_replace",
+        "keiro_plan_merge_completions_no_update",
+        "keiro_plan_merge_intents_no_delete",
+        "keiro_plan_merge_intents_no_replace",
+        "keiro_plan_merge_intents_no_update",
         "keiro_run_parents_gc",
         "keiro_runs_forget",
         "keiro_runs_forget_children",
+        "keiro_runs_forget_plans",
         "keiro_runs_forget_waits",
         "keiro_runs_identity",
     ],
@@ -184,6 +245,24 @@ TRIGGERS = {
         "keiro_journal_no_delete",
         "keiro_journal_no_truncate",
         "keiro_journal_no_update",
+        "keiro_plan_input_generations_no_delete",
+        "keiro_plan_input_generations_no_truncate",
+        "keiro_plan_input_generations_no_update",
+        "keiro_plan_input_heads_environment_immutable",
+        "keiro_plan_input_heads_environment_required",
+        "keiro_plan_input_heads_forward_only",
+        "keiro_plan_input_heads_merge_version_immutable",
+        "keiro_plan_input_heads_no_delete",
+        "keiro_plan_input_heads_no_truncate",
+        "keiro_plan_input_legacy_runs_no_delete",
+        "keiro_plan_input_legacy_runs_no_truncate",
+        "keiro_plan_input_legacy_runs_no_update",
+        "keiro_plan_merge_completions_no_delete",
+        "keiro_plan_merge_completions_no_truncate",
+        "keiro_plan_merge_completions_no_update",
+        "keiro_plan_merge_intents_no_delete",
+        "keiro_plan_merge_intents_no_truncate",
+        "keiro_plan_merge_intents_no_update",
         "keiro_run_parents_gc",
         "keiro_runs_forget",
         "keiro_runs_forget_children",
@@ -198,6 +277,7 @@ _SQLITE_TYPES = {
     "integer": "INTEGER",
     "uuid": "BLOB",
     "text": "TEXT",
+    "double precision": "REAL",
     "jsonb": "TEXT",
     "boolean": "BOOLEAN",
     "timestamp with time zone": "TEXT",
@@ -263,8 +343,18 @@ class Inventory:
                 if origin == "u":
                     parts = self._rows(f"PRAGMA index_info({index})")
                     yield f"{table} unique({','.join(name for _, _, name in parts)})"
-            for _, _, other, here, there, *_ in self._rows(f"PRAGMA foreign_key_list({table})"):
-                yield f"{table} foreign key({here}) references {other}({there})"
+            for lines in self._sqlite_references(table).values():
+                other, _, _, _, action, _ = lines[0]
+                here, there = (",".join(line[at] for line in lines) for at in (1, 2))
+                cascade = "" if action == "NO ACTION" else f" on delete {action.lower()}"
+                yield f"{table} foreign key({here}) references {other}({there}){cascade}"
+
+    def _sqlite_references(self, table: str) -> dict[int, list[tuple[Any, ...]]]:
+        """The foreign keys by number: (other table, column, other column, on update, on delete, match), in order."""
+        found: dict[int, list[tuple[Any, ...]]] = {}
+        for number, _, *line in sorted(self._rows(f"PRAGMA foreign_key_list({table})")):
+            found.setdefault(number, []).append(tuple(line))
+        return found
 
     def _sqlite_triggers(self) -> list[str]:
         return [name for (name,) in self._rows("SELECT name FROM sqlite_master WHERE type = 'trigger'")]
