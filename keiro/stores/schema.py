@@ -84,7 +84,7 @@ _TIMESTAMP: Final = Text().with_variant(DateTime(timezone=True), "postgresql")
 _ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
 
 
-_REAL: Final = Double().with_variant(REAL(), "sqlite")
+_REAL: Final[TypeEngine[float]] = Double().with_variant(REAL(), "sqlite")
 
 
 def _key(name: str) -> Column[int]:
