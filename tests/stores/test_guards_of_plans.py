@@ -163,10 +163,10 @@ def test_names_are_not_empty(held: Database) -> None:
 def test_integers_lie_between_their_first_and_2_to_the_53(held: Database, table: str, column: str) -> None:
     """R11."""
     first = 1 if table == "keiro_plan_merge_completions" else 0
-    bad: list[Any] = [first - 1, -1, 2**53]
+    bad: list[Any] = [first - 1, -1, 2**53, "soon", b"1", math.inf]
     if held.dialect == "sqlite":
         # Postgres rounds the fractions that clients send, before any check.
-        bad += [1.5, "soon", b"1", math.inf]
+        bad.append(1.5)
     for value in bad:
         refuses(held, table, TABLES[table] | {column: value})
 
