@@ -1,17 +1,25 @@
-"""An application's own table and the start of a run in one transaction: an outbox without a table for it.
+"""An application's own table and a run in one transaction: an outbox without a table for it, effects exactly once.
 
     python examples/transactional.py
 
-Either the order is stored and will be confirmed, or neither. The confirmation is completed in a transaction of the
-application's too.
+Either the order is stored and will be confirmed, or neither; so with what completes it. The run changes the table in a
+step whose SQL and whose record are one commit.
 """
 
 import asyncio
 import sqlite3
 
+import sqlalchemy as sa
+
 import keiro
 
 PATH = "shop.db"
+
+
+@keiro.step
+def ship(connection: sa.Connection, order: str) -> str:
+    connection.execute(sa.text("UPDATE orders SET status = 'shipped' WHERE id = :id"), {"id": order})
+    return "shipped"
 
 
 @keiro.step
@@ -23,6 +31,7 @@ async def send_mail(order: str) -> str:
 @keiro.workflow
 async def confirm(run: keiro.WorkflowRun, order: str) -> str:
     await run.deferred("packed").result()
+    await run.transaction(ship, order)
     return await run.step(send_mail, order)
 
 

@@ -59,7 +59,18 @@ def retry_or_none(value: object, what: str) -> Retry | None:
 class Step:
     """A function as a step: its name, its options and how its result is read back. Call it like the function."""
 
-    __slots__ = ("__dict__", "__weakref__", "cleanup", "decode", "fn", "is_async", "name", "retry", "timeout")
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "cleanup",
+        "decode",
+        "fn",
+        "is_async",
+        "name",
+        "retry",
+        "timeout",
+        "transactional",
+    )
 
     def __init__(
         self,
@@ -80,6 +91,7 @@ class Step:
         if not isinstance(cleanup, bool):
             raise InvalidCall(f"cleanup of step {self.name!r} is True or False, not {cleanup!r:.300}")
         self.cleanup = cleanup
+        self.transactional = False
         self.decode: Decoder = result_decoder(fn, where=f"result of step {self.name!r}")
         functools.update_wrapper(self, fn, updated=())
 
@@ -92,6 +104,12 @@ class Step:
         bound = copy.copy(self)
         bound.fn = functools.partial(self.fn, instance)
         return bound
+
+    def in_transaction(self) -> Step:
+        """The same step, called with a connection first, and recorded in the transaction that is open on it."""
+        other = copy.copy(self)
+        other.transactional = True
+        return other
 
     def __repr__(self) -> str:
         return f"<step {self.name}>"

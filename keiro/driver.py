@@ -84,6 +84,7 @@ from keiro.retry import Retry
 from keiro.rows import Head, Run
 from keiro.run import WorkflowRun, aggregate_of, apply_event, bind, new_events
 from keiro.stores.base import Store
+from keiro.stores.connections import to_the_end
 from keiro.threads import in_thread
 from keiro.waits import Waits, is_external
 
@@ -117,6 +118,11 @@ class Host(Protocol):
 
     def submit_birth(self, command: Command) -> Future[Outcome]:
         """Send a command with which a run may be born as ours."""
+
+    async def perform(
+        self, call: Callable[[Any], Awaitable[bytes]], record: Callable[[bytes], Command], *, is_async: bool
+    ) -> tuple[bytes, Outcome] | Outcome:
+        """Call with a connection and execute the command that records what that gave, in one transaction."""
 
     async def child_cancelled(self, run_id: str) -> bool:
         """Cancel a run; whether it was this call that did."""
@@ -478,15 +484,7 @@ class Driver:
                     await self._reload()
                     continue
                 if type(outcome) is Appended:
-                    if outcome.version > self._version:
-                        # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
-                        # The version hides it from those who compare versions, so this is the last time to notice.
-                        self._version = outcome.version
-                        self.wake()
-                    if outcome.version - self._kept_until >= history.EVERY:
-                        self._keep_snapshot(outcome.version)
-                    if outcome.version == self._known + len(events) and not _of_user(events):
-                        self._known = outcome.version  # nobody else's event is between them
+                    self._appended(outcome, events)
                     return outcome, at_ms
                 if isinstance(outcome, AlreadyPresent):
                     self._version = max(self._version, outcome.stored.version)
@@ -501,18 +499,95 @@ class Driver:
                 if isinstance(outcome, Refused):
                     await self._reload()
                     raise RunConflict(f"{self.run.run_id}: {outcome.reason}")
-                self.lost = True
-                self.seal()
-                match outcome:
-                    case _ if self._left_behind(events):
-                        pass  # nobody has taken the run: it gave up its owner when it ended
-                    case FenceLost():
-                        self.host.report("fence_lost", self.run.run_id)
-                    case RefusedTerminal():
-                        self.host.report("already_ended", self.run.run_id, status=outcome.status)
-                raise RunSealed(_sealed(self.run.run_id))
+                raise self._fenced(outcome, events)
         finally:
             self._recording -= 1
+
+    def _appended(self, outcome: Appended, events: tuple[New, ...]) -> None:
+        if outcome.version > self._version:
+            # Somebody else appended to this run meanwhile; the store decided anew, on what is there now.
+            # The version hides it from those who compare versions, so this is the last time to notice.
+            self._version = outcome.version
+            self.wake()
+        if outcome.version - self._kept_until >= history.EVERY:
+            self._keep_snapshot(outcome.version)
+        if outcome.version == self._known + len(events) and not _of_user(events):
+            self._known = outcome.version  # nobody else's event is between them
+
+    def _fenced(self, outcome: Outcome, events: tuple[New, ...]) -> RunSealed:
+        """The run has ended, or is another's: nothing more is recorded here."""
+        self.lost = True
+        self.seal()
+        match outcome:
+            case _ if self._left_behind(events):
+                pass  # nobody has taken the run: it gave up its owner when it ended
+            case FenceLost():
+                self.host.report("fence_lost", self.run.run_id)
+            case RefusedTerminal():
+                self.host.report("already_ended", self.run.run_id, status=outcome.status)
+        return RunSealed(_sealed(self.run.run_id))
+
+    async def _perform(
+        self,
+        step: Step,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        name: str,
+        record: Callable[[bytes], StepRecorded],
+    ) -> tuple[bytes, Outcome, int]:
+        """Call a step with a connection, and record what it returned in the transaction on it: its payload, the outcome
+        of the append, and when it was recorded. While the store is away the whole transaction is tried again."""
+        events: tuple[New, ...] = ()
+        at_ms = 0
+
+        async def call(connection: Any) -> bytes:
+            value = await _limited(step, (connection, *args), kwargs, timeout, partial(to_the_end, connection))
+            self._check_not_interrupted(step)
+            return codec.encode(value, where=f"result of step {name!r}", limit=self.host.payload_limit)
+
+        def append(payload: bytes, expected: int | None = None, *, exact: bool = False) -> Append:
+            nonlocal events, at_ms
+            if self.sealed or not self.host.holds():
+                raise RunSealed(_sealed(self.run.run_id))
+            run, at_ms = self.run, self.host.wall_ms()
+            events = (new(record(payload), self._id(name)),)
+            return Append(
+                run.run_id, events, at_ms, run.run_key, self.owner, self.epoch, expected, exact=exact, alone=False
+            )
+
+        pauses = iter(STORE_RETRY_S)
+        looks = False
+        while True:
+            done: tuple[bytes, Outcome] | Outcome
+            try:
+                if looks:
+                    # What was lost may be the answer to the commit. Under the lock of the journal, which that commit
+                    # held, this tells whether it is there, and appends nothing.
+                    done = await self.host.store.submit(append(b"null", -1, exact=True))
+                    looks = False
+                    if isinstance(done, VersionConflict):
+                        continue
+                else:
+                    done = await self.host.perform(call, append, is_async=step.is_async)
+            except StoreError as error:
+                if self.sealed:
+                    raise RunSealed(_sealed(self.run.run_id)) from error
+                self.host.report("store_away", self.run.run_id, error=str(error))
+                await asyncio.sleep(next(pauses, STORE_RETRY_S[-1]))
+                looks = True
+                continue
+            payload, outcome = done if isinstance(done, tuple) else (b"", done)
+            if isinstance(outcome, Appended):
+                self._version += 1
+                self._weight += len(payload)
+                self._appended(outcome, events)
+            elif isinstance(outcome, AlreadyPresent):
+                self._version = max(self._version, outcome.stored.version)
+                at_ms = outcome.stored.recorded_at_ms
+            else:
+                raise self._fenced(outcome, events)
+            return payload, outcome, at_ms
 
     def _left_behind(self, events: tuple[New, ...]) -> bool:
         """Whether these are of a task that the body left behind, while or after the end of the run is recorded."""
@@ -807,14 +882,18 @@ class Driver:
             self._in_flight += 1
             try:
                 try:
-                    if timeout is not None:
-                        value = await _limited(step, args, kwargs, timeout)
-                    elif step.is_async:
-                        value = await step.fn(*args, **kwargs)
+                    if step.transactional:
+                        record = partial(_recorded, name, attempt, started, digest)
+                        payload, outcome, strand.now_ms = await self._perform(step, args, kwargs, timeout, name, record)
                     else:
-                        value = await in_thread(step.fn, args, kwargs)
-                    self._check_not_interrupted(step)
-                    payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
+                        if timeout is not None:
+                            value = await _limited(step, args, kwargs, timeout)
+                        elif step.is_async:
+                            value = await step.fn(*args, **kwargs)
+                        else:
+                            value = await in_thread(step.fn, args, kwargs)
+                        self._check_not_interrupted(step)
+                        payload = codec.encode(value, where=f"result of step {name!r}", limit=host.payload_limit)
                 except Exception as error:
                     self._check_not_interrupted(step)
                     failed = AttemptFailed(
@@ -837,10 +916,9 @@ class Driver:
                         again = revive(failed.failure)
                         raise again.with_traceback(error.__traceback__) from again.__cause__
                 else:
-                    recorded = StepRecorded(
-                        step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest
-                    )
-                    outcome, strand.now_ms = await self._record(new(recorded, self._id(name)))
+                    if not step.transactional:
+                        recorded = _recorded(name, attempt, started, digest, payload)
+                        outcome, strand.now_ms = await self._record(new(recorded, self._id(name)))
                     if type(outcome) is AlreadyPresent:
                         # Another writer recorded this step first: its value is the step's.
                         payload = bytes(decode_step(outcome.stored.payload).result)
@@ -1383,14 +1461,26 @@ def _is_handoff(error: BaseException) -> bool:
     return isinstance(error, BaseExceptionGroup) and error.split((ContinueAsNew, RunSealed))[1] is None
 
 
-async def _limited(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> Any:
+def _recorded(name: str, attempt: int, started: int, digest: str | None, payload: bytes) -> StepRecorded:
+    return StepRecorded(step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest)
+
+
+async def _limited(
+    step: Step,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seconds: float | None,
+    thread: Callable[..., Awaitable[Any]] = in_thread,
+) -> Any:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(seconds if step.is_async else None) as limit:
             if step.is_async:
                 return await step.fn(*args, **kwargs)
             # Counted from when a thread is free for it: until then the step has not taken any time.
-            return await in_thread(step.fn, args, kwargs, lambda: limit.reschedule(loop.time() + seconds))
+            if seconds is None:
+                return await thread(step.fn, args, kwargs)
+            return await thread(step.fn, args, kwargs, lambda: limit.reschedule(loop.time() + seconds))
     except TimeoutError:
         if limit.expired():
             raise TimeoutError(f"step {step.name!r} took longer than its timeout of {seconds:g} s") from None

@@ -7,7 +7,7 @@ import os
 import signal
 import uuid
 from asyncio import Future
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -582,6 +582,13 @@ class Engine:
     def schedules(self) -> Schedules:
         """The cron schedules of the store: `await engine.schedules.put("nightly", report, cron="0 2 * * *")`."""
         return Schedules(self)
+
+    async def perform(
+        self, call: Callable[[Any], Awaitable[bytes]], record: Callable[[bytes], Command], *, is_async: bool
+    ) -> tuple[bytes, Outcome] | Outcome:
+        """Call `call` with a connection to the journal's database and execute the command that records what it gave,
+        in one transaction. For drivers."""
+        return await self._transactions.perform(call, record, is_async=is_async)
 
     async def child_cancelled(self, run_id: str) -> bool:
         """Cancel a run; whether it was this call that did."""

@@ -174,6 +174,33 @@ class Scope(metaclass=ABCMeta):
             timeout=None if timeout is None else seconds(timeout, f"timeout of step {step.name!r}"),
         )
 
+    def transaction(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        key: str | None = None,
+        retry: Retry | None = None,
+        timeout: float | timedelta | None = None,
+        **kwargs: Any,
+    ) -> Coroutine[Any, Any, Any]:
+        """Run `fn(connection, *args, **kwargs)` as a step whose own SQL and whose record are committed together: it
+        takes effect exactly once.
+
+        `connection` is SQLAlchemy's `Connection` to the journal's database, in a transaction that is open; for an async
+        function it is an `AsyncConnection`. A conflict with another transaction runs `fn` again. What it raises rolls
+        everything back. Named, retried and replayed as by `step`. Raises `InvalidCall` in a run in memory.
+        """
+        step = step_of(fn)
+        return self._driver("transaction").step(
+            step.in_transaction(),
+            args,
+            kwargs,
+            name=f"tx:{self._keiro_prefix}{step.name if key is None else check_step_name(key)}",
+            retry=retry_or_none(retry, f"retry of step {step.name!r}"),
+            timeout=seconds(timeout, f"timeout of step {step.name!r}"),
+        )
+
     def scope(self, key: str) -> ScopedRun:
         """A view of this run whose step names begin with `key/`; scopes nest."""
         return ScopedRun(self._keiro_root, self._driver("scope"), f"{self._keiro_prefix}{check_step_name(key)}/")

@@ -25,7 +25,8 @@ Work = Callable[[], None]
 class Threads:
     """Daemon threads that run one function after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = f"keiro {name}"
         self._work: SimpleQueue[Work] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
@@ -42,7 +43,7 @@ class Threads:
                 self._threads += grow
         self._work.put(work)
         if grow:
-            threading.Thread(target=self._run, name="keiro step", daemon=True).start()
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -53,12 +54,21 @@ class Threads:
                     self._idle += 1
 
 
-_threads = Threads()
+STEPS: Final = "step"
+CONNECTIONS: Final = "connection"
+"""What is done on connections of transactions, locks that are waited for included."""
+ENDS: Final = "commit"
+"""Commits and rollbacks: apart, so that they never wait for a thread behind those who wait for the lock they free."""
+
+_threads: dict[str, Threads] = {}
 
 
 def _begin_again() -> None:
-    global _threads
-    _threads = Threads()
+    for name in (STEPS, CONNECTIONS, ENDS):
+        _threads[name] = Threads(name)
+
+
+_begin_again()
 
 
 # A forked child has none of its parent's threads: work would wait for ever for one that is said to be idle.
@@ -70,6 +80,7 @@ async def in_thread(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     begins: Callable[[], object] | None = None,
+    pool: str = STEPS,
 ) -> Any:
     """Call a plain function in a thread, in a copy of this task's context. `begins` is called here when it begins.
 
@@ -107,5 +118,5 @@ async def in_thread(
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
-    _threads.submit(work)
+    _threads[pool].submit(work)
     return await future

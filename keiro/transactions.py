@@ -10,11 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from keiro.decisions import Command, Outcome
-from keiro.errors import InvalidCall, StoreBusy
+from keiro.decisions import Appended, Command, Outcome
+from keiro.errors import InvalidCall, StoreBusy, StoreError, StoreUnavailable
 from keiro.stores.caller import Joined, sqlalchemy_connection, watched
-from keiro.stores.faults import is_conflict_error
+from keiro.stores.connections import Connections
+from keiro.stores.faults import is_conflict_error, is_outage, is_refusal
 from keiro.stores.transaction import Callbacks, Gate, compose, patiently
+from keiro.threads import ENDS, in_thread
 
 T = TypeVar("T")
 
@@ -24,6 +26,9 @@ class Store(Protocol):
 
     def join(self, connection: Any) -> Joined:
         """The journal through a caller's connection. Raises `InvalidCall` for what is none to this store."""
+
+    def connections(self) -> Connections:
+        """Connections to the journal's database."""
 
 
 class Transaction:
@@ -39,6 +44,16 @@ class Transaction:
         """Call `callback` once the outermost transaction has committed; never, if it or the enclosing
         `Engine.transact` is rolled back. What it raises is logged and undoes nothing."""
         self.callbacks.add(callback)
+
+
+class _Raised(Exception):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _NotAppended(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
 
 
 Body = Callable[[Transaction], Awaitable[T] | T]
@@ -84,6 +99,43 @@ class Transactions:
         if add is not None and decision.writes:
             add(self._tell)
         return decision.outcome
+
+    async def perform(
+        self, call: Callable[[Any], Awaitable[T]], record: Callable[[T], Command], *, is_async: bool
+    ) -> tuple[T, Outcome] | Outcome:
+        """Call `call` with a connection of ours and execute the command that records what it gave, in one transaction.
+        If the command appends nothing the rest is rolled back too, and its outcome is all there is.
+
+        Raises what `call` raised, `StoreError` where the store was busy or away: then it is not known whether the
+        commit was the last thing that reached it.
+        """
+
+        async def body(transaction: Transaction) -> tuple[T, Outcome]:
+            try:
+                value = await call(transaction.connection)
+            except Exception as error:
+                if is_conflict_error(error):
+                    raise
+                if is_outage(error):
+                    raise StoreUnavailable(f"{error} (in the SQL of a step)") from error
+                raise _Raised(error) from error
+            outcome = await self.submit(record(value), transaction)
+            if not isinstance(outcome, Appended):
+                raise _NotAppended(outcome)
+            return value, outcome
+
+        async with self._store.connections().open(is_async=is_async) as connection:
+            try:
+                return await self.transact(body, connection)
+            except _NotAppended as refused:
+                return refused.outcome
+            except _Raised as raised:
+                raise raised.error from raised.error.__cause__
+            except Exception as error:
+                # A constraint that is checked at the commit is the step's own failure.
+                if isinstance(error, StoreError) or is_refusal(error):
+                    raise
+                raise StoreUnavailable(f"{error} (around the transaction of a step)") from error
 
     def _found(self, connection: Any) -> Transaction | None:
         open_one = connection if isinstance(connection, Transaction) else self._open.get(_identity(connection))
@@ -201,5 +253,13 @@ class _Ends:
             return await done if inspect.isawaitable(done) else done
         if self._connection.dialect.name == "sqlite":
             return method()
-        # A server that takes its time to flush must not hold up the loop.
-        return await asyncio.to_thread(method)
+        # A server that takes its time to flush must not hold up the loop. Shielded: whoever is cancelled rolls back, on
+        # a connection that the thread must have left by then.
+        work = asyncio.ensure_future(in_thread(method, (), {}, pool=ENDS))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            while not work.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            raise

@@ -20,6 +20,7 @@ from keiro.decisions import (
     Cancel,
     Command,
     Completions,
+    Cyclic,
     Decision,
     Deliver,
     EndedChildren,
@@ -351,7 +352,6 @@ def alone(journal: Journal) -> Spawn:
     ("made", "why"),
     [
         (other_parent, "is a child of wf:order-p"),
-        (lambda journal: spawn(journal, CHILD, CHILD), "child of itself"),
         (lambda journal: spawn(journal, rotated(journal, PARENT), CHILD, n=1), "another input"),
         (alone, "started on its own and has not ended"),
     ],
@@ -363,6 +363,14 @@ def test_a_spawn_that_contradicts_what_is_there_is_refused(
 
     assert isinstance(decision.outcome, Refused)
     assert why in decision.outcome.reason
+    assert decision.writes == ()
+
+
+def test_a_run_is_no_child_of_itself(family: Journal) -> None:
+    """CH-64."""
+    decision = family.send(spawn(family, CHILD, CHILD))
+
+    assert decision.outcome == Cyclic((CHILD,))
     assert decision.writes == ()
 
 

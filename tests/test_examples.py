@@ -71,7 +71,7 @@ def killed_after(name: str, folder: Path, line: str, *arguments: str) -> list[st
         ("order_fulfilment", ["approve"], "result: parcel-lamp"),
         ("saga", [], "cancelling the hotel of Lisbon\ncancelling the flight of Lisbon\nresult:"),
         ("basket", [], "read back: ['lamp', 'desk']"),
-        ("transactional", [], "orders: [('1', 'packed')]\nruns: ['wf:confirm-1']"),
+        ("transactional", [], "orders: [('1', 'shipped')]\nruns: ['wf:confirm-1']"),
         ("changed_workflow", [], "patched: would go on\nwf:letter-old -> Hello, Ada!"),
         ("anywhere", [], "memory: 285"),
         ("cron_report", [], "every-minute: * * * * * (Europe/Berlin), next at"),

@@ -127,7 +127,7 @@ def test_a_step_that_hangs_in_its_thread_does_not_keep_the_process_alive(tmp_pat
 async def test_a_forked_child_has_threads_of_its_own() -> None:
     """Those of the parent, idle or not, do not exist there."""
     await in_thread(list, (), {})
-    while not threads._threads._idle:
+    while not threads._threads[threads.STEPS]._idle:
         await asyncio.sleep(0)
     read, write = os.pipe()
     pid = os.fork()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from keiro.projections.waits import ChildRow
     from keiro.stores.blocking import RunTables
     from keiro.stores.caller import Joined
+    from keiro.stores.connections import Connections
     from keiro.stores.kept import Kept
 
 LEASE_MS: Final = 30_000
@@ -120,6 +121,9 @@ class Store(Protocol):
     def join(self, connection: Any) -> Joined:
         """The journal through a connection of a caller's, in the transaction open there. Raises `InvalidCall` for what
         does not lead here."""
+
+    def connections(self) -> Connections:
+        """Connections to the database, for transactional steps. Raises `InvalidCall` where there is none."""
 
     def announce(self) -> None:
         """A transaction that was not the store's to commit has ended: look, here and elsewhere, what it wrote."""

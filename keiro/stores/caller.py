@@ -24,6 +24,7 @@ from keiro.stores.faults import is_busy, postgres_fault, sqlite_fault
 from keiro.stores.kept_sql import Inline
 from keiro.stores.sql import Program, Sql, Statement
 from keiro.stores.transaction import Callbacks
+from keiro.threads import CONNECTIONS, ENDS, in_thread
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -89,12 +90,12 @@ class InThread:
         """See `Caller`."""
         # Shielded: a connection that a thread still uses must not go back to its owner when we are cancelled. The
         # server is asked to give up what it waits for.
-        work = asyncio.ensure_future(asyncio.to_thread(drive, self._execute, program))
+        work = asyncio.ensure_future(in_thread(drive, (self._execute, program), {}, pool=CONNECTIONS))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             with suppress(Exception):
-                await asyncio.to_thread(self._driver.cancel)
+                await in_thread(self._driver.cancel, (), {}, pool=ENDS)
             with suppress(Exception):
                 await work
             raise

@@ -63,6 +63,15 @@ def is_conflict_error(error: BaseException | None) -> bool:
     return False
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether what a user's own SQL raised says that the database is away, full or damaged, rather than that it
+    refused a statement."""
+    if getattr(error, "connection_invalidated", False):
+        return True
+    found = sqlite_error(error)
+    return found is not None and not is_refusal(found) and not is_busy(found)
+
+
 def is_transient(sqlstate: str | None) -> bool:
     """Whether another try may succeed by itself: a conflict, or a server that comes back."""
     return is_conflict(sqlstate) or is_disconnect(sqlstate)

@@ -72,6 +72,7 @@ from keiro.stores.base import (
 )
 from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
+from keiro.stores.connections import Connections
 from keiro.stores.kept import BITE, Computed, Kept, MemoryRows, Report, decoded
 from keiro.stores.memory_edges import Edges
 from keiro.stores.memory_journal import MemoryJournal
@@ -354,6 +355,13 @@ class MemoryStore:
         raise InvalidCall(
             f"connection={connection!r}: the journal is in memory and can share no transaction with a database. Use a "
             "sqlite:/// or postgresql:// URL"
+        )
+
+    def connections(self) -> Connections:
+        """There are none."""
+        raise InvalidCall(
+            "run.transaction: the journal is in memory and can share no transaction with a database. Use a sqlite:/// "
+            "or postgresql:// URL, or in a test replace the step: keiro.testing.replace_steps"
         )
 
     def announce(self) -> None:

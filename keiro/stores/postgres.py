@@ -47,6 +47,7 @@ from keiro.stores.base import (
 )
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_psycopg, join_postgres, which_database
+from keiro.stores.connections import Connections, on_postgres
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
@@ -208,6 +209,7 @@ class PostgresStore:
         self._reading = asyncio.Lock()
         self._following = asyncio.Lock()
         self._queue = Queue(self._loop, self._wake_writer)
+        self._connections = on_postgres(self.url, self._target)
         await self._ensure(migrate)
         try:
             self._writer = await self._connect()
@@ -258,6 +260,7 @@ class PostgresStore:
         for task in self._background:
             task.cancel()
         await self._disconnect()
+        await self._connections.close()
 
     async def _finish(self) -> None:
         if self._gated is not None:
@@ -763,6 +766,10 @@ class PostgresStore:
     def join(self, connection: Any) -> Joined:
         """The journal through a caller's connection."""
         return join_postgres(connection, self._database, self._target, self._sql, self._inline, LOCK_KEY)
+
+    def connections(self) -> Connections:
+        """Connections to the database, for transactional steps."""
+        return self._connections
 
     async def _database(self) -> tuple[Any, ...]:
         ((row,),) = await self.query(lambda: which_database())

@@ -49,6 +49,7 @@ from keiro.stores.base import (
 )
 from keiro.stores.blocking import RunTables, SqlRunTables
 from keiro.stores.caller import Joined, execute_of_sqlite, join_sqlite
+from keiro.stores.connections import Connections, on_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
@@ -100,6 +101,7 @@ class SQLiteStore:
         self._loop = asyncio.get_running_loop()
         await self._ensure(migrate)
         self._conn = self._connect()
+        self._connections = on_sqlite(self.path, self._synchronous)
         self._queue = Queue(self._loop, lambda: self._loop.call_soon(self._flush), self._flush)
         self._closed = False
         self._wake = WakeSocket(self._loop, self._woken, self._look_around)
@@ -141,6 +143,7 @@ class SQLiteStore:
         self._closed = True
         self._wake.close()
         self._conn.close()
+        await self._connections.close()
 
     def _pragma(self, name: str) -> int:
         return int(self._conn.execute(f"PRAGMA {name}").fetchone()[0])
@@ -494,6 +497,10 @@ class SQLiteStore:
     def join(self, connection: Any) -> Joined:
         """The journal through a caller's connection."""
         return join_sqlite(connection, self.path, self._sql, self._inline)
+
+    def connections(self) -> Connections:
+        """Connections to the file, for transactional steps."""
+        return self._connections
 
     # Reading
 

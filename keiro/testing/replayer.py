@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import Future, Task
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 from msgspec import Raw
@@ -255,6 +255,10 @@ class _Journal:
     def submit_birth(self, command: Command) -> Future[Outcome]:
         """Unreachable: nothing is recorded."""
         raise AssertionError(command)
+
+    async def perform(self, call: object, record: object, *, is_async: bool) -> NoReturn:
+        """Unreachable: a step."""
+        raise AssertionError(record)
 
     async def child_cancelled(self, run_id: str) -> bool:
         """Unreachable: a step."""

@@ -66,5 +66,5 @@ def _standing_in(step: Step, fake: Fake) -> Step:
         return await value if inspect.isawaitable(value) else value
 
     other = copy.copy(step)
-    other.fn, other.is_async = called, True
+    other.fn, other.is_async, other.transactional = called, True, False
     return other

@@ -506,3 +506,21 @@ async def test_callbacks_run_in_order_after_the_commit_and_one_that_raises_is_lo
         assert "nobody listens" in caplog.text
         assert len(await engine.runs()) == 1
         await caller.close()
+
+
+async def test_more_transactions_at_once_than_there_are_threads_all_commit(postgres_url: str) -> None:
+    """Whoever waits for the journal's lock waits in a thread, and who holds it needs one to commit."""
+    database = sa.create_engine(sqlalchemy_url(postgres_url), pool_size=30)
+    async with keiro.Engine(postgres_url, workflows=[order], migrate=True, worker=False) as engine:
+
+        async def place(n: int) -> None:
+            async def body(transaction: Transaction) -> None:
+                await engine.start(order, "ada", id=str(n), connection=transaction)
+
+            connection = await asyncio.to_thread(database.connect)
+            await engine.transact(body, connection=connection)
+            await asyncio.to_thread(connection.close)
+
+        await asyncio.gather(*(place(n) for n in range(30)))
+        assert len(await engine.runs(limit=100)) == 30
+    database.dispose()
