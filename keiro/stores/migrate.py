@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Mode = Literal["migrate", "verify"]
 """What to do with a database that is behind: upgrade it, or raise `MigrationRequired`."""
 
-REVISIONS: Final = ("0001", "0002", "0003", "0005", "0006")
+REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005", "0006")
 """The revisions this version knows, oldest first. A database at any other comes from a newer keiro."""
 
 HEAD: Final[str] = REVISIONS[-1]

@@ -84,6 +84,8 @@ _TIMESTAMP: Final = Text().with_variant(DateTime(timezone=True), "postgresql")
 _ID: Final = Text().with_variant(Text(collation="C"), "postgresql")
 
 
+LISTING_FILTERS: Final = ("status", "execution_flow", "execution_parent_id", "execution_lineage", "waiting_reason")
+"""The columns that the listing is filtered by, in the order of its indexes."""
 _REAL: Final[TypeEngine[float]] = Double().with_variant(REAL(), "sqlite")
 
 
@@ -342,6 +344,97 @@ step_maps: Final = Table(
 )
 """Snapshots of the histories of long runs."""
 
+executions: Final = Table(
+    "keiro_executions",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("status", Text, nullable=False),
+    Column("execution_flow", _ID, nullable=False),
+    Column("execution_parent_id", _ID),
+    Column("execution_lineage", _ID, nullable=False),
+    Column("waiting_reason", Text),
+    Column("round_ordinal", Integer, nullable=False),
+    Column("version_tag", Text),
+    Column("attempts", Integer, nullable=False),
+    Column("created_at_ms", _BIGINT, nullable=False),
+    Column("started_at_ms", _BIGINT),
+    Column("finished_at_ms", _BIGINT),
+    Column("next_attempt_at_ms", _BIGINT),
+    Column("wake_at_ms", _BIGINT),
+    Column("waiting_token", _ID),
+    Column("cancel_requested_at_ms", _BIGINT),
+    Column("attributes_json", Text),
+    Column("failure", Text),
+    *(
+        Index(f"keiro_executions_listing_{mask}", *columns, "created_at_ms", "run_id")
+        for mask in range(32)
+        for columns in [[name for n, name in enumerate(LISTING_FILTERS) if mask & 1 << n]]
+    ),
+    Index("keiro_executions_round_page_idx", "execution_lineage", "round_ordinal", "run_id"),
+    sqlite_with_rowid=False,
+)
+"""The listing: one row a run, which follows the journal and `keiro_runs`. Bit n of an index's name is filter n."""
+
+execution_attributes: Final = Table(
+    "keiro_execution_attributes",
+    metadata,
+    Column("run_id", _ID, ForeignKey(f"{SCHEMA}.keiro_executions.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("name", _ID, primary_key=True),
+    Column("value", _ID, nullable=False),
+    Column("created_at_ms", _BIGINT, nullable=False),
+    Index("keiro_execution_attributes_idx", "name", "value", "created_at_ms", "run_id"),
+    sqlite_with_rowid=False,
+)
+"""The attributes of listed runs, to find runs by them."""
+
+execution_words: Final = Table(
+    "keiro_execution_words",
+    metadata,
+    Column("run_id", _ID, ForeignKey(f"{SCHEMA}.keiro_executions.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("word", _ID, primary_key=True),
+    Column("created_at_ms", _BIGINT, nullable=False),
+    Index("keiro_execution_words_idx", "word", "created_at_ms", "run_id"),
+    sqlite_with_rowid=False,
+)
+"""The words of the failures of listed runs, to find runs by them. None where payloads are encrypted."""
+
+execution_counts: Final = Table(
+    "keiro_execution_counts",
+    metadata,
+    Column("execution_flow", _ID, primary_key=True),
+    Column("status", Text, primary_key=True),
+    Column("runs", _BIGINT, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""How many listed runs of each workflow stand where."""
+
+execution_marks: Final = Table(
+    "keiro_execution_marks",
+    metadata,
+    _key("mark"),
+    Column("run_id", _ID, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""Runs that the listing must look at although their journal says nothing new."""
+
+run_source: Final = Table(
+    "keiro_run_source",
+    metadata,
+    Column("one", Integer, primary_key=True, autoincrement=False),
+    Column("source", Text, nullable=False),
+    Column("revision", _BIGINT, nullable=False),
+)
+"""Which database this is, and the number of the newest change of the listing."""
+
+run_changes: Final = Table(
+    "keiro_run_changes",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("revision", _BIGINT, nullable=False),
+    Column("deleted", Boolean, nullable=False, server_default=text("false")),
+    UniqueConstraint("revision", name="keiro_run_changes_revision_key"),
+)
+"""The newest change of each run in the listing; of deleted ones for ever."""
 suspected_edges: Final = Table(
     "keiro_selection_suspected_edges",
     metadata,

@@ -44,6 +44,36 @@ keiro_deferred_completions.exit_json text not null
 keiro_deferred_completions.metadata_json text
 keiro_deferred_completions.completed_at_ms bigint not null
 keiro_deferred_completions.consumed_at_ms bigint
+keiro_execution_attributes.run_id text C not null
+keiro_execution_attributes.name text C not null
+keiro_execution_attributes.value text C not null
+keiro_execution_attributes.created_at_ms bigint not null
+keiro_execution_counts.execution_flow text C not null
+keiro_execution_counts.status text not null
+keiro_execution_counts.runs bigint not null
+keiro_execution_marks.mark bigint not null identity
+keiro_execution_marks.run_id text C not null
+keiro_execution_words.run_id text C not null
+keiro_execution_words.word text C not null
+keiro_execution_words.created_at_ms bigint not null
+keiro_executions.run_id text C not null
+keiro_executions.status text not null
+keiro_executions.execution_flow text C not null
+keiro_executions.execution_parent_id text C
+keiro_executions.execution_lineage text C not null
+keiro_executions.waiting_reason text
+keiro_executions.round_ordinal integer not null
+keiro_executions.version_tag text
+keiro_executions.attempts integer not null
+keiro_executions.created_at_ms bigint not null
+keiro_executions.started_at_ms bigint
+keiro_executions.finished_at_ms bigint
+keiro_executions.next_attempt_at_ms bigint
+keiro_executions.wake_at_ms bigint
+keiro_executions.waiting_token text C
+keiro_executions.cancel_requested_at_ms bigint
+keiro_executions.attributes_json text
+keiro_executions.failure text
 keiro_journal.position bigint not null identity
 keiro_journal.run_key bigint not null
 keiro_journal.version integer not null
@@ -75,6 +105,12 @@ keiro_plan_merge_intents.intent_json text not null
 keiro_plan_merge_intents.checksum text not null
 keiro_projection_tracking.name text C not null
 keiro_projection_tracking.position bigint not null
+keiro_run_changes.run_id text C not null
+keiro_run_changes.revision bigint not null
+keiro_run_changes.deleted boolean not null default false
+keiro_run_source.one integer not null
+keiro_run_source.source text not null
+keiro_run_source.revision bigint not null
 keiro_run_heads.run_key bigint not null
 keiro_run_heads.version integer not null
 keiro_run_heads.owner bigint
@@ -173,6 +209,17 @@ keiro_workers_lease_idx keiro_workers(lease_expires_at_ms)
 keiro_workflow_children_parent_idx keiro_workflow_children(parent_id,parent_name)
 keiro_workflow_children_running_idx keiro_workflow_children(status) where status = 'running'
 """.strip().splitlines()  # noqa: E501
+INDEXES += [
+    "keiro_execution_attributes_idx keiro_execution_attributes(name,value,created_at_ms,run_id)",
+    "keiro_execution_words_idx keiro_execution_words(word,created_at_ms,run_id)",
+    "keiro_executions_round_page_idx keiro_executions(execution_lineage,round_ordinal,run_id)",
+]
+for mask in range(32):
+    # Bit by bit: status, execution_flow, execution_parent_id, execution_lineage, waiting_reason.
+    names = ("status", "execution_flow", "execution_parent_id", "execution_lineage", "waiting_reason")
+    chosen = "".join(f"{name}," for bit, name in enumerate(names) if mask >> bit & 1)
+    INDEXES.append(f"keiro_executions_listing_{mask} keiro_executions({chosen}created_at_ms,run_id)")
+INDEXES.sort()
 
 KEYS = """
 keiro_alembic_version primary key(version_num)
@@ -180,6 +227,13 @@ keiro_clock_deadlines foreign key(execution_id) references keiro_runs(run_id)
 keiro_clock_deadlines primary key(flow_name,execution_id,clock_name)
 keiro_deferred_completions foreign key(execution_id) references keiro_runs(run_id)
 keiro_deferred_completions primary key(flow_name,execution_id,deferred_name)
+keiro_execution_attributes foreign key(run_id) references keiro_executions(run_id) on delete cascade
+keiro_execution_attributes primary key(run_id,name)
+keiro_execution_counts primary key(execution_flow,status)
+keiro_execution_marks primary key(mark)
+keiro_execution_words foreign key(run_id) references keiro_executions(run_id) on delete cascade
+keiro_execution_words primary key(run_id,word)
+keiro_executions primary key(run_id)
 keiro_journal primary key(position)
 keiro_journal unique(run_key,event_id)
 keiro_journal unique(run_key,version)
@@ -198,8 +252,11 @@ keiro_plan_merge_intents foreign key(run_id) references keiro_runs(run_id) on de
 keiro_plan_merge_intents primary key(run_id,stopped_node_id)
 keiro_projection_tracking primary key(name)
 keiro_queue_starts primary key(queue,at_ms)
+keiro_run_changes primary key(run_id)
+keiro_run_changes unique(revision)
 keiro_run_heads primary key(run_key)
 keiro_run_parents primary key(child_id,parent_id)
+keiro_run_source primary key(one)
 keiro_runs foreign key(parent_run_id) references keiro_runs(run_id)
 keiro_runs primary key(run_key)
 keiro_runs unique(run_id)
@@ -213,6 +270,10 @@ keiro_workflow_children primary key(child_id,child_name)
 
 TRIGGERS = {
     "sqlite": [
+        "keiro_executions_creation_immutable",
+        "keiro_executions_revision_delete",
+        "keiro_executions_revision_insert",
+        "keiro_executions_revision_update",
         "keiro_journal_no_delete",
         "keiro_journal_no_replace",
         "keiro_journal_no_update",
@@ -240,8 +301,14 @@ TRIGGERS = {
         "keiro_runs_forget_plans",
         "keiro_runs_forget_waits",
         "keiro_runs_identity",
+        "keiro_runs_mark",
+        "keiro_runs_mark_deleted",
     ],
     "postgresql": [
+        "keiro_executions_creation_immutable",
+        "keiro_executions_revision_delete",
+        "keiro_executions_revision_insert",
+        "keiro_executions_revision_update",
         "keiro_journal_no_delete",
         "keiro_journal_no_truncate",
         "keiro_journal_no_update",
@@ -268,6 +335,8 @@ TRIGGERS = {
         "keiro_runs_forget_children",
         "keiro_runs_forget_waits",
         "keiro_runs_identity",
+        "keiro_runs_mark",
+        "keiro_runs_mark_deleted",
         "keiro_runs_no_truncate",
     ],
 }
