@@ -43,6 +43,7 @@ from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
 from keiro.events import Event, WorkflowCancelled, WorkflowStarted
+from keiro.executions import Executions
 from keiro.failures import Failure, capture, describe, revive, summary
 from keiro.follower import ProjectionStatus
 from keiro.history import History
@@ -60,6 +61,7 @@ from keiro.identity import (
 )
 from keiro.lanes import lane_in
 from keiro.limits import Queue, check_priority, limits_of
+from keiro.lister import Lister
 from keiro.mapper import EventMapper
 from keiro.projections.base import Projection
 from keiro.projections.invariants import Finding
@@ -152,6 +154,9 @@ class Engine:
         )
         self.mapper = EventMapper(self._workflows.values())
         self._read_models = ReadModels(_listed("projections", projections), self.store, self.mapper, self)
+        listing = self.store.listing(self.mapper)
+        self._lister = Lister(listing, self)
+        self._executions = Executions(listing, self._lister, self._opened)
         self._transactions = Transactions(
             self.store, self._read_models.kept.gate, self.store.announce, self._callback_failed
         )
@@ -201,10 +206,13 @@ class Engine:
             raise
         try:
             await self._read_models.open(create=self._migrate, moved=self._moved)
+            self._moved.add(self._lister.moved)
+            self._lister.start()
             self._worker = Worker(self, list(self._workflows), self._limits, claims=self._claims)
             await self._worker.start()
         except BaseException:
             self._worker = None
+            await self._lister.stop()
             await self._read_models.close()
             await self.store.close()
             self._loop = None
@@ -272,6 +280,7 @@ class Engine:
         self._waiting.clear()
         if self._looking is not None:
             self._looking.cancel()
+        await self._lister.stop()
         await self._read_models.close()
         if self._run_tables is not None:
             self._run_tables.close()
@@ -579,6 +588,11 @@ class Engine:
         return RunParents(self)
 
     @property
+    def executions(self) -> Executions:
+        """The listing of runs: `await engine.executions.list(status="failed", workflow="fulfil")`."""
+        return self._executions
+
+    @property
     def schedules(self) -> Schedules:
         """The cron schedules of the store: `await engine.schedules.put("nightly", report, cron="0 2 * * *")`."""
         return Schedules(self)
@@ -781,11 +795,14 @@ class Engine:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
 
         `"runs"` is the table of runs itself, whose owners, leases and `started_at_ms` are no part of the journal, and
-        `"run_parents"` that of the edges between runs. An
-        append-only table gets the rows it lacks; others that differ are counted as `unmended`.
+        `"run_parents"` that of the edges between runs; `"executions"` is the listing. An append-only table gets the rows
+        it lacks; others that differ are counted as `unmended`.
         """
         self._opened()
-        report = await self._read_models.rebuild(projection)
+        if projection == "executions" and not self._read_models.has(projection):
+            report = await self._executions.rebuild()
+        else:
+            report = await self._read_models.rebuild(projection)
         if report.differences:
             self.report("projection_mended", "", projection=str(projection), **msgspec.structs.asdict(report))
             self.woken()

@@ -48,6 +48,24 @@ class InvalidCall(KeiroError, TypeError):
     """A workflow or step was called with arguments it does not take, or used where it cannot be."""
 
 
+class InvalidOptions(InvalidCall):
+    """A listing was asked for with options it does not have, or values they do not take."""
+
+    code = "invalid_options"
+
+
+class InvalidCursor(KeiroError, ValueError):
+    """What was given as a cursor is none, or is of a listing with other options."""
+
+    code = "invalid_cursor"
+
+
+class SourceChanged(KeiroError):
+    """A cursor or revision is of another database, or of a newer state of this one than it has now."""
+
+    code = "source_changed"
+
+
 class UnknownWorkflow(KeiroError):
     """The workflow is not registered with this engine."""
 

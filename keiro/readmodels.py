@@ -67,6 +67,10 @@ class ReadModels:
         for follower in self._followers.values():
             await follower.stop()
 
+    def has(self, name: str) -> bool:
+        """Whether a projection of the user's own has this name."""
+        return name in self._models
+
     def _named(self, projection: Named) -> ReadModel:
         name = projection if isinstance(projection, str) else getattr(projection, "name", projection)
         model = self._models.get(name) if isinstance(name, str) else None

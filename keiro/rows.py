@@ -83,5 +83,6 @@ class Head(msgspec.Struct, kw_only=True, gc=False):
 
 
 RUN_COLUMNS: Final = Run.__struct_fields__
-PAYLOAD_COLUMNS: Final = ("attributes_json", "input_json", "result_json", "failure_json")
-"""Columns of a run that carry what users stored: the codec chain seals them."""
+PAYLOAD_COLUMNS: Final = ("input_json", "result_json", "failure_json")
+"""Columns of a run that carry what users stored: the codec chain seals them. Attributes stay clear: runs are found by
+them."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from keiro.stores.caller import Joined
     from keiro.stores.connections import Connections
     from keiro.stores.kept import Kept
+    from keiro.stores.listing import Listing
 
 LEASE_MS: Final = 30_000
 """A worker that has not renewed its lease for this long is taken for dead."""
@@ -117,6 +118,9 @@ class Store(Protocol):
     def keep(self, models: Sequence[ReadModel], mapper: EventMapper) -> Kept:
         """Keep the rows of these projections from now on; called once, before `open`. Inline ones change in the
         transaction that appends, and one that cannot rejects the command with `ProjectionFailed`."""
+
+    def listing(self, mapper: EventMapper) -> Listing:
+        """The listing of executions."""
 
     def join(self, connection: Any) -> Joined:
         """The journal through a connection of a caller's, in the transaction open there. Raises `InvalidCall` for what

@@ -74,6 +74,7 @@ from keiro.stores.blocking import RunTables
 from keiro.stores.caller import Joined
 from keiro.stores.connections import Connections
 from keiro.stores.kept import BITE, Computed, Kept, MemoryRows, Report, decoded
+from keiro.stores.listing import Listed, Listing, MemoryListing
 from keiro.stores.memory_edges import Edges
 from keiro.stores.memory_journal import MemoryJournal
 from keiro.stores.recorders.memory import MemoryFactory as MemoryFactory  # the module serves as PERSISTENCE_MODULE too
@@ -109,10 +110,12 @@ class Database:
         self.asked: set[str] = set()
         self.held: dict[int, str] = {}  # of runs that are owned: the queue a slot of which they hold
         self.starts: dict[str, dict[int, int]] = {}
+        self.listed = Listed()
 
     def keep(self, run: Run) -> None:
         """Store a row."""
         self.runs[run.run_id] = run
+        self.listed.stale[run.run_id] = None
         if run.status == Status.PENDING:
             self.pending.add(run.run_key)
         else:
@@ -214,6 +217,7 @@ class Database:
         """Delete runs, and all there is of them."""
         for run in gone:
             del self.runs[run.run_id], self.heads[run.run_key], self.ids[run.run_key]
+            self.listed.stale[run.run_id] = None
             for stored in self.by_run.pop(run.run_key):
                 del self.by_event[run.run_key, stored.event_id]
                 self.journal.remove(stored.position)
@@ -349,6 +353,10 @@ class MemoryStore:
         """Keep the rows of these projections from now on."""
         self._kept = MemoryKept(self._db, models, mapper)
         return self._kept
+
+    def listing(self, mapper: EventMapper) -> Listing:
+        """The listing of executions."""
+        return MemoryListing(self._db, mapper)
 
     def join(self, connection: Any) -> Joined:
         """No connection leads here."""

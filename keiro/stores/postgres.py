@@ -51,6 +51,8 @@ from keiro.stores.connections import Connections, on_postgres
 from keiro.stores.faults import is_transient, postgres_fault, postgres_target
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
+from keiro.stores.listing import Listing
+from keiro.stores.listing_sql import SqlListing
 from keiro.stores.pq import Connection, ConnectionLost, Param, Result, StatementError, array, sendable
 from keiro.stores.recorders.postgres import (
     PostgresFactory as PostgresFactory,  # the module serves as PERSISTENCE_MODULE too
@@ -706,6 +708,10 @@ class PostgresStore:
     async def _commit_gated(self, batch: list[Pending], snapshot: Snapshot) -> None:
         if not await self._in_turn(lambda: self._commit_each(batch, snapshot)):
             raise StoreError(f"one of {len(batch)} commands cannot be written; none was")
+
+    def listing(self, mapper: EventMapper) -> Listing:
+        """The listing of executions."""
+        return SqlListing(self, mapper)
 
     async def transact(self, program: Callable[[], Program[T]], *, locked: bool) -> T:
         """Run a program in a transaction. What needs no lock does not wait for the batches."""

@@ -364,7 +364,7 @@ executions: Final = Table(
     Column("waiting_token", _ID),
     Column("cancel_requested_at_ms", _BIGINT),
     Column("attributes_json", Text),
-    Column("failure", Text),
+    Column("failure_json", Text),
     *(
         Index(f"keiro_executions_listing_{mask}", *columns, "created_at_ms", "run_id")
         for mask in range(32)

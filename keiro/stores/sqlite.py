@@ -53,6 +53,8 @@ from keiro.stores.connections import Connections, on_sqlite
 from keiro.stores.faults import is_busy, sqlite_fault
 from keiro.stores.kept import Kept
 from keiro.stores.kept_sql import Inline, SqlKept
+from keiro.stores.listing import Listing
+from keiro.stores.listing_sql import SqlListing
 from keiro.stores.recorders.sqlite import SQLiteFactory as SQLiteFactory  # the module serves as PERSISTENCE_MODULE too
 from keiro.stores.sql import Execute, Program, Row, Sql, Statement
 from keiro.stores.transaction import GatedQueue, Snapshot
@@ -470,6 +472,10 @@ class SQLiteStore:
         self._inline = kept.inline
         self._gated = None if kept.gate is None else GatedQueue(kept.gate, self._commit_gated)
         return kept
+
+    def listing(self, mapper: EventMapper) -> Listing:
+        """The listing of executions."""
+        return SqlListing(self, mapper)
 
     async def transact(self, program: Callable[[], Program[T]], *, locked: bool) -> T:
         """Run a program in a transaction: any that writes has the only lock there is."""

@@ -49,7 +49,7 @@ def _tables(d: ddl.Dialect) -> list[str]:
     waiting_token {d.id},
     {d.integer("cancel_requested_at_ms")},
     {d.json("attributes_json")},
-    failure TEXT
+    {d.json("failure_json")}
 ){keyed}""",
         f"""CREATE TABLE {d.table("keiro_execution_attributes")} (
     run_id {d.id} NOT NULL REFERENCES {executions} (run_id) ON DELETE CASCADE,

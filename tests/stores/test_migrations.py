@@ -73,7 +73,7 @@ keiro_executions.wake_at_ms bigint
 keiro_executions.waiting_token text C
 keiro_executions.cancel_requested_at_ms bigint
 keiro_executions.attributes_json text
-keiro_executions.failure text
+keiro_executions.failure_json text
 keiro_journal.position bigint not null identity
 keiro_journal.run_key bigint not null
 keiro_journal.version integer not null
