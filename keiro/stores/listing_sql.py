@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from keiro.errors import StoreError
 from keiro.mapper import EventMapper
 from keiro.projections import executions
 from keiro.projections.executions import COLUMNS, FILTERS, FIXED, RUN_COLUMNS, TRACKING, Changes, Execution, Query
 from keiro.projections.rebuilt import ComputedRuns, mended
 from keiro.rows import RUN_COLUMNS as WHOLE_RUN
+from keiro.rows import Status
 from keiro.stores.kept import Report, decoded
 from keiro.stores.listing import Advanced, Entry, Seen, report
 from keiro.stores.sets import PerRow, inserted, updated
@@ -24,11 +27,15 @@ from keiro.stores.sql import Program, Row, Sql, Statement
 
 T = TypeVar("T")
 
+By: TypeAlias = tuple[str, Any] | None
+"""What rows are found by: `prefix`, `word` or `attribute`, and which; None for the filters of the listing."""
+
 BITE: Final = 500
 """So many runs are rebuilt in one transaction."""
 FEW: Final = 2000
-"""Up to so many runs with a prefix are looked up by it; more are met soon enough in the order of the listing."""
+"""So many runs are counted at most to see what the fewest have."""
 _SEEN: Final = 5
+_BETWEEN: Final = "run_id >= ? AND run_id < ?"
 _FAILURE: Final = COLUMNS.index("failure_json")
 
 
@@ -94,11 +101,11 @@ class Text:
         insert = f"INSERT INTO {self.executions} ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
         self.insert = inserted(insert, self.executions, COLUMNS)
         self.delete = f"DELETE FROM {self.executions} WHERE run_id = ?"
-        self.number = f"UPDATE {self.source} SET revision = revision + 1"
-        self.bury = (
-            f"INSERT INTO {self.changes} (run_id, revision, deleted)"
-            f" VALUES (?, (SELECT revision FROM {self.source}), true)"
-            " ON CONFLICT (run_id) DO UPDATE SET revision = excluded.revision, deleted = true"
+        self.number = f"UPDATE {self.source} SET revision = revision + ? RETURNING revision"
+        change = ("run_id", "revision", "deleted")
+        taken = " ON CONFLICT (run_id) DO UPDATE SET revision = excluded.revision, deleted = excluded.deleted"
+        self.note = inserted(
+            f"INSERT INTO {self.changes} ({', '.join(change)}) VALUES (?, ?, ?){taken}", self.changes, change, taken
         )
         self.forget_attributes = f"DELETE FROM {self.attributes} WHERE run_id = ?"
         self.forget_words = f"DELETE FROM {self.words} WHERE run_id = ?"
@@ -158,29 +165,47 @@ class Text:
         one = f"UPDATE {self.executions} SET {sets} WHERE run_id = ?"
         return updated(one, self.executions, columns, ("run_id",))
 
-    def page(self, query: Query, *, rare: bool = False) -> Statement:
-        """A page, and one row more. `rare` says that few runs have the prefix: they are looked up by it, and sorted."""
-        select = Select(self, query, rare)
+    def page(self, query: Query, by: By = None) -> Statement:
+        """A page, and one row more; found by something that few runs have, if there is such a thing."""
+        select = Select(self, query, by)
         return f"SELECT {self.row} {select.body} ORDER BY {select.order} LIMIT ?", [*select.values, query.limit + 1]
 
-    def counts_of(self, query: Query) -> Statement:
+    def counts_of(self, query: Query, by: By = None) -> Statement:
         """How many of the runs that a query finds have each status."""
-        kept = all(FILTERS[number] in ("status", "execution_flow") for number, _ in query.equal)
-        if kept and query == Query(equal=query.equal, limit=query.limit):
-            where = " AND ".join(f"{FILTERS[number]} = ?" for number, _ in query.equal) or "true"
+        given = dict(query.equal)
+        if query == Query(equal=query.equal, limit=query.limit) and given.keys() <= {0, 1}:
+            where = " AND ".join(f"{FILTERS[number]} = ?" for number in given) or "true"
             text = f"SELECT status, sum(runs) FROM {self.counts} WHERE {where} GROUP BY status"
-            return text, [wanted for _, wanted in query.equal]
-        select = Select(self, query, False)
-        return f"SELECT e.status, count(*) {select.body} GROUP BY e.status", select.values
+            return text, list(given.values())
+        texts: list[str] = []
+        values: list[Any] = []
+        # Each status by itself: with it, the index of the filters has all that is asked for.
+        for status in (given[0],) if 0 in given else Status:
+            select = Select(self, replace(query, equal=tuple(sorted({**given, 0: str(status)}.items()))), by)
+            texts.append(f"SELECT '{status}' AS status, count(*) {select.body}")
+            values += select.values
+        return " UNION ALL ".join(texts), values
 
-    def with_prefix(self, prefix: str) -> Statement:
-        """How many runs have a prefix, counted as far as `FEW`."""
-        where, values = ["run_id >= ?"], [prefix]
-        if (end := executions.prefix_end(prefix)) is not None:
-            where.append("run_id < ?")
-            values.append(end)
-        text = f"SELECT 1 FROM {self.executions} WHERE {' AND '.join(where)} LIMIT {FEW + 1}"
-        return f"SELECT count(*) FROM ({text}) q", values
+    def how_many(self, query: Query) -> tuple[list[By], Statement]:
+        """The things that a query could be found by, and how many runs have each, counted as far as `FEW`."""
+        things: list[By] = []
+        looks: list[str] = []
+        values: list[Any] = []
+
+        def look(thing: By, table: str, where: str, *wanted: Any) -> None:
+            things.append(thing)
+            looks.append(f"(SELECT count(*) FROM (SELECT 1 FROM {table} WHERE {where} LIMIT {FEW + 1}) q)")
+            values.extend(wanted)
+
+        if query.prefix is not None:
+            end = executions.prefix_end(query.prefix)
+            where, wanted = ("run_id >= ?", [query.prefix]) if end is None else (_BETWEEN, [query.prefix, end])
+            look(("prefix", None), self.executions, where, *wanted)
+        for word in query.words:
+            look(("word", word), self.words, "word = ?", word)
+        for attribute in query.attributes:
+            look(("attribute", attribute), self.attributes, "name = ? AND value = ?", *attribute)
+        return things, (f"SELECT {', '.join(looks)}", values)
 
 
 class Select:
@@ -190,42 +215,44 @@ class Select:
     filters. Whatever else is asked for is looked up for each row.
     """
 
-    def __init__(self, text: Text, query: Query, rare: bool) -> None:
+    def __init__(self, text: Text, query: Query, by: By) -> None:
         self._text = text
         self.values: list[Any] = []
         self._where: list[str] = []
+        kind, thing = (None, ()) if by is None else by
         # SQLite takes the index it is told; a plus keeps it from taking another. Postgres chooses by itself.
         tell = not text.remote
-        attributes, words = list(query.attributes), list(query.words)
         leading: list[str] = []
-        if words:
+        if kind == "word":
             first, tables = "w", self._beside(text.words, "w", "keiro_execution_words_idx")
-            self._add("w.word = ?", words.pop(0))
-        elif attributes:
+            self._add("w.word = ?", thing)
+        elif kind == "attribute":
             first, tables = "a", self._beside(text.attributes, "a", "keiro_execution_attributes_idx")
-            self._add("a.name = ? AND a.value = ?", *attributes.pop(0))
+            self._add("a.name = ? AND a.value = ?", *thing)
         else:
             first, tables = "e", f"{text.executions} AS e"
-            if not rare:
+            if kind is None:
                 leading = [f"e.{FILTERS[number]}" for number, _ in query.equal]
                 tables += f" INDEXED BY keiro_executions_listing_{query.mask}" if tell else ""
-        plus = "+" if tell and (first != "e" or rare) else ""
+        plus = "+" if tell and kind is not None else ""
         for number, wanted in query.equal:
             column = f"{plus}e.{FILTERS[number]}"
             # `IS NOT DISTINCT FROM` would use no index on Postgres.
             self._add(f"{column} IS NULL") if wanted is None else self._add(f"{column} = ?", wanted)
         self._bound(query, f"{plus if first == 'e' else ''}{first}.created_at_ms", f"{first}.run_id")
         if query.prefix is not None:
-            column = f"{'+' if tell and not rare else ''}{first}.run_id"
+            column = f"{'+' if tell and kind != 'prefix' else ''}{first}.run_id"
             self._add(f"{column} >= ?", query.prefix)
             if (end := executions.prefix_end(query.prefix)) is not None:
                 self._add(f"{column} < ?", end)
-        for name, value in attributes:
-            of = f"SELECT 1 FROM {text.attributes} o WHERE o.run_id = {first}.run_id AND o.name = ? AND o.value = ?"
-            self._add(f"EXISTS ({of})", name, value)
-        for word in words:
-            of = f"SELECT 1 FROM {text.words} o WHERE o.run_id = {first}.run_id AND o.word = ?"
-            self._add(f"EXISTS ({of})", word)
+        for attribute in query.attributes:
+            if attribute != thing:
+                of = f"SELECT 1 FROM {text.attributes} o WHERE o.run_id = {first}.run_id AND o.name = ? AND o.value = ?"
+                self._add(f"EXISTS ({of})", *attribute)
+        for word in query.words:
+            if word != thing:
+                of = f"SELECT 1 FROM {text.words} o WHERE o.run_id = {first}.run_id AND o.word = ?"
+                self._add(f"EXISTS ({of})", word)
         self.body = f"FROM {tables} WHERE {' AND '.join(self._where) or 'true'}"
         # A column that is NULL is none that Postgres need not sort by: all that stand before the time in the index are
         # named, or the whole of what is found would be sorted for a page.
@@ -269,11 +296,7 @@ class SqlListing:
 
     async def page(self, query: Query) -> Seen[Execution]:
         """See `Listing`."""
-        rare = False
-        if query.prefix is not None and not query.words and not query.attributes:
-            (row,) = await self._rows(self.text.with_prefix(query.prefix))
-            rare = int(row[0]) <= FEW
-        seen, rows = await self._answer(self.text.page(query, rare=rare))
+        seen, rows = await self._answer(self.text.page(query, await self._by(query)))
         found = [self._execution(row) for row in rows]
         # They come in order, but a join promises none.
         found.sort(key=executions.place_of, reverse=query.newest)
@@ -293,8 +316,21 @@ class SqlListing:
 
     async def counts(self, query: Query) -> Seen[tuple[str, int]]:
         """See `Listing`."""
-        seen, rows = await self._answer(self.text.counts_of(query))
+        seen, rows = await self._answer(self.text.counts_of(query, await self._by(query)))
         return _with(seen, [(status, int(runs)) for status, runs in rows if int(runs)])
+
+    async def _by(self, query: Query) -> By:
+        """What the fewest runs have of that which a query asks for beside its filters."""
+        things, look = self.text.how_many(query)
+        if not things:
+            return None
+        if len(things) == 1 and query.prefix is None:
+            return things[0]
+        (row,) = await self._rows(look)
+        # Where many have a prefix, they are met soon enough in the order of the listing; by it they had to be sorted.
+        counted = [(int(n), thing) for n, thing in zip(row, things, strict=True)]
+        usable = [one for one in counted if one[1] is not None and (one[1][0] != "prefix" or one[0] <= FEW)]
+        return min(usable, key=itemgetter(0))[1] if usable else None
 
     async def _rows(self, statement: Statement) -> list[Row]:
         def program() -> Program[list[Row]]:
@@ -368,11 +404,8 @@ class SqlListing:
             if kept is None and wanted is None:
                 gone.append(row[0])  # it came and went in between
             changes.compare(kept, wanted)
-        yield from self._write(changes)
-        writes: list[Statement] = []
-        for run_id in gone:
-            writes += [(text.number, ()), (text.bury, (run_id,))]
-        yield [*writes, (text.track, (until,))]
+        yield from self._write(changes, gone)
+        yield [(text.track, (until,))]
         return Advanced(until, seen.head, len(changes), len(marks) < most)
 
     def _compared(self, row: Row) -> tuple[Execution | None, Execution | None]:
@@ -385,8 +418,24 @@ class SqlListing:
             None if run[0] is None else executions.listed(run, failure),
         )
 
-    def _write(self, changes: Changes) -> Program[None]:
+    def _write(self, changes: Changes, gone: Sequence[str] = ()) -> Program[None]:
+        """Write rows, and number what changed; `gone` had no row and never will."""
         text, writes = self.text, list[Statement]()
+        deleted = dict.fromkeys((*gone, *changes.deleted), True)
+        changed = dict.fromkeys(
+            (row.run_id for rows in (changes.inserted, *changes.updated.values()) for row in rows), False
+        )
+        numbered = deleted | changed  # what was deleted and is there again is there
+        if numbered:
+            # Not by a trigger: SQLite would keep a copy of all pages of all indexes for each row, to undo it alone.
+            (last,) = yield [(text.number, (len(numbered),))]
+            if not last:
+                raise StoreError(
+                    "keiro_run_source has no row, so changes of the listing have no numbers. Restore the table from a "
+                    "backup, or insert a row with a new source and the highest revision of keiro_run_changes"
+                )
+            first = int(last[0][0]) - len(numbered) + 1
+            writes += [(text.note, (name, n, gone)) for n, (name, gone) in enumerate(numbered.items(), first)]
         writes += [(text.delete, (run_id,)) for run_id in changes.deleted]
         writes += [(text.insert, self._values(row, COLUMNS)) for row in changes.inserted]
         for columns, rows in changes.updated.items():

@@ -21,11 +21,13 @@ class Last(list[tuple[str, Sequence[Any]]]):
 
 
 _KINDS: Final = {
-    **dict.fromkeys(("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority", "seq"), "bigint"),
+    **dict.fromkeys(
+        ("run_key", "version", "owner", "epoch", "round_ordinal", "attempts", "priority", "seq", "revision"), "bigint"
+    ),
     "cleanup_ms": "bigint",
     **dict.fromkeys(("created_at", "updated_at", "completed_at"), "timestamptz"),
     "event_id": "uuid",
-    "failed": "boolean",
+    **dict.fromkeys(("failed", "deleted"), "boolean"),
     "result": "jsonb",
 }
 

@@ -109,54 +109,13 @@ def _indexes(d: ddl.Dialect) -> list[str]:
 
 
 def _of_executions(d: ddl.Dialect) -> list[str]:
-    executions, source, changes = (
-        d.table(name) for name in ("keiro_executions", "keiro_run_source", "keiro_run_changes")
-    )
-    statements = d.trigger(
+    return d.trigger(
         "keiro_executions_creation_immutable",
         "BEFORE UPDATE OF run_id, created_at_ms",
-        executions,
+        d.table("keiro_executions"),
         [d.refuse("run_id and created_at_ms of an execution never change: they are its place in the listing")],
         when="NEW.run_id <> OLD.run_id OR NEW.created_at_ms <> OLD.created_at_ms",
     )
-    take = "ON CONFLICT (run_id) DO UPDATE SET revision = excluded.revision, deleted = excluded.deleted"
-    if d.name == "sqlite":
-        for event, row, deleted in (("INSERT", "NEW", 0), ("UPDATE", "NEW", 0), ("DELETE", "OLD", 1)):
-            statements += d.trigger(
-                f"keiro_executions_revision_{event.lower()}",
-                f"AFTER {event}",
-                executions,
-                [
-                    f"UPDATE {source} SET revision = revision + 1",
-                    # Without the row of the source there is no number, and the change is refused.
-                    f"INSERT INTO {changes} (run_id, revision, deleted)"
-                    f" VALUES ({row}.run_id, (SELECT revision FROM {source}), {deleted}) {take}",
-                ],
-            )
-        return statements
-    # All rows of a statement at once: number by number, the row of the source would be written once for each.
-    function = f"{ddl.SCHEMA}.keiro_executions_revision"
-    statements.append(
-        f"""CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
-DECLARE
-    many bigint := (SELECT count(*) FROM changed);
-    last bigint;
-BEGIN
-    IF many > 0 THEN
-        UPDATE {source} SET revision = revision + many RETURNING revision - many INTO last;
-        INSERT INTO {changes} (run_id, revision, deleted)
-            SELECT run_id, last + row_number() OVER (ORDER BY created_at_ms, run_id), TG_OP = 'DELETE' FROM changed
-            {take};
-    END IF;
-    RETURN NULL;
-END $$"""
-    )
-    for event, rows in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
-        statements.append(
-            f"CREATE TRIGGER keiro_executions_revision_{event.lower()} AFTER {event} ON {executions}"
-            f" REFERENCING {rows} TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION {function}()"
-        )
-    return statements
 
 
 def _of_runs(d: ddl.Dialect) -> list[str]:

@@ -271,9 +271,6 @@ keiro_workflow_children primary key(child_id,child_name)
 TRIGGERS = {
     "sqlite": [
         "keiro_executions_creation_immutable",
-        "keiro_executions_revision_delete",
-        "keiro_executions_revision_insert",
-        "keiro_executions_revision_update",
         "keiro_journal_no_delete",
         "keiro_journal_no_replace",
         "keiro_journal_no_update",
@@ -306,9 +303,6 @@ TRIGGERS = {
     ],
     "postgresql": [
         "keiro_executions_creation_immutable",
-        "keiro_executions_revision_delete",
-        "keiro_executions_revision_insert",
-        "keiro_executions_revision_update",
         "keiro_journal_no_delete",
         "keiro_journal_no_truncate",
         "keiro_journal_no_update",
