@@ -168,7 +168,12 @@ class Text:
     def page(self, query: Query, by: By = None) -> Statement:
         """A page, and one row more; found by something that few runs have, if there is such a thing."""
         select = Select(self, query, by)
-        return f"SELECT {self.row} {select.body} ORDER BY {select.order} LIMIT ?", [*select.values, query.limit + 1]
+        values = [*select.values, query.limit + 1]
+        if query.prefix is None or by is not None or self.remote:
+            return f"SELECT {self.row} {select.body} ORDER BY {select.order} LIMIT ?", values
+        # The index has the ids: SQLite would look up the row of each that has another beginning.
+        ids = f"SELECT e.run_id AS found {select.body} ORDER BY {select.order} LIMIT ?"
+        return f"SELECT {self.row} FROM ({ids}) CROSS JOIN {self.executions} AS e ON e.run_id = found", values
 
     def counts_of(self, query: Query, by: By = None) -> Statement:
         """How many of the runs that a query finds have each status."""
@@ -344,7 +349,7 @@ class SqlListing:
         text, values = query
         rows = await self._rows((self.text.answer.format(query=text), values))
         # The first of a row of a query is never NULL, unless there is none.
-        return rows[0][:_SEEN], [row[_SEEN:] for row in rows if row[_SEEN] is not None]
+        return _first(rows)[:_SEEN], [row[_SEEN:] for row in rows if row[_SEEN] is not None]
 
     def _execution(self, row: Sequence[Any]) -> Execution:
         if row[_FAILURE] is not None:
@@ -382,7 +387,7 @@ class SqlListing:
         text = self.text
         yield from self._begin()
         (found,) = yield [(text.answer.format(query="SELECT 1 AS one"), ())]
-        seen = _with(found[0][:_SEEN], list[int]())
+        seen = _with(_first(found)[:_SEEN], list[int]())
         if seen.current:
             return Advanced(seen.position, seen.head, 0, True)
         until = min(seen.head, seen.position + most)
@@ -429,12 +434,7 @@ class SqlListing:
         if numbered:
             # Not by a trigger: SQLite would keep a copy of all pages of all indexes for each row, to undo it alone.
             (last,) = yield [(text.number, (len(numbered),))]
-            if not last:
-                raise StoreError(
-                    "keiro_run_source has no row, so changes of the listing have no numbers. Restore the table from a "
-                    "backup, or insert a row with a new source and the highest revision of keiro_run_changes"
-                )
-            first = int(last[0][0]) - len(numbered) + 1
+            first = int(_first(last)[0]) - len(numbered) + 1
             writes += [(text.note, (name, n, gone)) for n, (name, gone) in enumerate(numbered.items(), first)]
         writes += [(text.delete, (run_id,)) for run_id in changes.deleted]
         writes += [(text.insert, self._values(row, COLUMNS)) for row in changes.inserted]
@@ -522,6 +522,16 @@ class SqlListing:
             (text.recount, ()),
         ]
         return Report(deleted=len(ghosts))
+
+
+def _first(rows: Sequence[Row]) -> Row:
+    """The row that has what `keiro_run_source` says."""
+    if not rows:
+        raise StoreError(
+            "keiro_run_source has no row, so changes of the listing have no numbers. Restore the table from a backup, "
+            "or insert a row with a new source and the highest revision of keiro_run_changes"
+        )
+    return rows[0]
 
 
 def _with(seen: Row, items: list[T]) -> Seen[T]:

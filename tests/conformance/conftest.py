@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -15,3 +17,12 @@ def parks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits leaves the process as soon as it may, and in another test never."""
     monkeypatch.setattr("keiro.waits.PARK_S", request.param)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def sql_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store of each kind that has tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/keiro.db"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
