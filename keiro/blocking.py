@@ -6,13 +6,14 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from keiro.engine import Engine, Handle
 from keiro.errors import InvalidCall
 from keiro.events import Event
+from keiro.executions import Changes, Filters, Missing, Observed, Options, Page
 from keiro.projections.run_parents import RunParent
 from keiro.projections.waits import ChildRow
 from keiro.rows import Run, Status
@@ -103,10 +104,10 @@ class BlockingEngine:
         return BlockingHandle(self, self.wait(self.engine.start(workflow, *args, id=id, **kwargs)))
 
     def start_many(
-        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None, priority: int = 0
+        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None, **options: Any
     ) -> list[BlockingHandle]:
         """As `Engine.start_many`."""
-        started = self.engine.start_many(workflow, inputs, ids=ids, priority=priority)
+        started = self.engine.start_many(workflow, inputs, ids=ids, **options)
         return [BlockingHandle(self, handle) for handle in self.wait(started)]
 
     @property
@@ -118,6 +119,11 @@ class BlockingEngine:
     def run_parents(self) -> BlockingRunParents:
         """As `Engine.run_parents`."""
         return BlockingRunParents(self)
+
+    @property
+    def executions(self) -> BlockingExecutions:
+        """As `Engine.executions`."""
+        return BlockingExecutions(self)
 
     @property
     def schedules(self) -> BlockingSchedules:
@@ -166,6 +172,30 @@ class BlockingRunParents:
     def unlink(self, child: str, parent: str, *, connection: Any = None) -> bool:
         """Take back a link."""
         return self._engine.wait(self._parents.unlink(child, parent, connection=connection))
+
+
+class BlockingExecutions:
+    """As the listing of an engine, for synchronous code. Options and errors are those of `Executions`."""
+
+    def __init__(self, engine: BlockingEngine) -> None:
+        self._engine = engine
+        self._executions = engine.engine.executions
+
+    def list(self, **options: Unpack[Options]) -> Page:
+        """A page of runs."""
+        return self._engine.wait(self._executions.list(**options))
+
+    def counts(self, **filters: Unpack[Filters]) -> dict[Status, int]:
+        """How many runs have each status."""
+        return self._engine.wait(self._executions.counts(**filters))
+
+    def observe(self, run_ids: Iterable[str]) -> Sequence[Observed | Missing]:
+        """What there is of each of these runs."""
+        return self._engine.wait(self._executions.observe(run_ids))
+
+    def changes_since(self, revision: int = 0, *, source: str | None = None, limit: int = 1000) -> Changes:
+        """The runs that changed since."""
+        return self._engine.wait(self._executions.changes_since(revision, source=source, limit=limit))
 
 
 class BlockingSchedules:

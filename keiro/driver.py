@@ -27,6 +27,9 @@ from msgspec.structs import replace
 
 from keiro import codec, history
 from keiro.asked import Asked
+from keiro.attributes import MOST as MOST_ATTRIBUTES
+from keiro.attributes import STEP as ATTRIBUTES
+from keiro.attributes import merged
 from keiro.decisions import (
     CANCELLED,
     AlreadyPresent,
@@ -601,7 +604,11 @@ class Driver:
 
     def _appending(self, events: tuple[New, ...], at_ms: int, alone: bool = True, exact: bool = False) -> Append:
         run = self.run
-        after = run if type(events[0].event) is StepRecorded else fold(run, events, at_ms)
+        first = events[0].event
+        if type(first) is StepRecorded and not first.step.startswith(ATTRIBUTES):
+            after = run
+        else:
+            after = fold(run, events, at_ms)
         expected = self._version
         self._version = expected + len(events)
         self._weight += len(events[0].payload)
@@ -1290,6 +1297,7 @@ class Driver:
             patches=self.workflow.patches,
             priority=run.priority,
             cleanup_ms=self.workflow.cleanup_ms,
+            attributes=None if run.attributes_json is None else msgspec.json.decode(run.attributes_json),
         )
         taken = frozenset(self._consumed or ())
 
@@ -1309,6 +1317,26 @@ class Driver:
         """Whether this round was begun by a program that had the patch."""
         self._here()
         return patch in self._patches
+
+    # Attributes
+
+    def set_attributes(self, values: dict[str, Any], name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine records the attributes as a step."""
+        strand = self._here()
+        name = self._reserve(name, strand)
+        return self._set_attributes(strand, self._history.pop(name, None), values, name)
+
+    async def _set_attributes(self, strand: Strand, found: Recorded | None, values: dict[str, Any], name: str) -> None:
+        if found is not None:
+            await self._take(strand, found)
+            return
+        if self.asked is not None:
+            await self.asked.refuse(f"the attributes {name!r}")
+        if len(merged(self.run.attributes_json, values) or ()) > MOST_ATTRIBUTES:
+            raise InvalidCall(
+                f"run.set_attributes: {self.run.run_id} would have more than {MOST_ATTRIBUTES} attributes"
+            )
+        await self._own(strand, name, msgspec.json.encode(values))
 
     # Commands of the aggregate
 

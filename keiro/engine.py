@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from keiro import codec, errors
+from keiro.attributes import checked
 from keiro.decisions import (
     AlreadyPresent,
     Append,
@@ -308,6 +309,7 @@ class Engine:
         id: str | None = None,
         delay: float | timedelta | None = None,
         priority: int = 0,
+        attributes: Mapping[str, Any] | None = None,
         connection: Any = None,
         **kwargs: Any,
     ) -> Handle:
@@ -315,7 +317,7 @@ class Engine:
         end. `id` is its key within the workflow (default: a random one); starting a key that exists returns the
         existing run if the input is equal, else raises `RunConflict`. With `delay` (seconds) it is first driven when
         that time has gone by. Of the runs that wait for a worker, those with the lowest `priority` come first, then the
-        oldest; it is kept through all rounds.
+        oldest; it is kept through all rounds. `attributes` are what the run is found by, see `run.set_attributes`.
 
         With `connection`, a SQLAlchemy, sqlite3 or psycopg connection to the same database (or what `transact` gives
         its body), the run is part of the transaction open on it: it exists once the caller commits, and never if the
@@ -334,7 +336,9 @@ class Engine:
             and definition.queue is None  # whose limits are counted where runs are claimed
             and self.free_slots() > 0
         )
-        command = self._start_of(definition, args, kwargs, id, worker.key if owned else None, after, priority)
+        command = self._start_of(
+            definition, args, kwargs, id, worker.key if owned else None, after, priority, attributes
+        )
         if owned:
             outcome = await self.submit_birth(command)
         else:
@@ -345,14 +349,21 @@ class Engine:
         return handle
 
     async def start_many(
-        self, workflow: Any, inputs: Iterable[Any], /, *, ids: Iterable[str] | None = None, priority: int = 0
+        self,
+        workflow: Any,
+        inputs: Iterable[Any],
+        /,
+        *,
+        ids: Iterable[str] | None = None,
+        priority: int = 0,
+        attributes: Mapping[str, Any] | None = None,
     ) -> list[Handle]:
         """Start many runs of one workflow at once; their handles, in the order of `inputs`.
 
         Each input is the tuple of the body's arguments, or the one argument itself. `ids` are their keys (default:
         random ones). All are checked before the first is written, and they are written in few transactions; called
         again with the same ids, what exists is found and the rest is started. Raises `RunConflict` if one exists with
-        another input, after the others were started.
+        another input, after the others were started. All get the same `attributes`.
         """
         self._opened()
         definition = self._startable(workflow)
@@ -361,7 +372,7 @@ class Engine:
         if len(keys) != len(given):
             raise InvalidCall(f"start_many: {len(given)} inputs and {len(keys)} ids: give one id for each input")
         commands = [
-            self._start_of(definition, args, {}, key, None, priority=priority)
+            self._start_of(definition, args, {}, key, None, priority=priority, attributes=attributes)
             for args, key in zip(given, keys, strict=True)
         ]
         handles: list[Handle] = []
@@ -396,6 +407,7 @@ class Engine:
         owner: int | None,
         after: float | None = None,
         priority: int = 0,
+        attributes: Mapping[str, Any] | None = None,
     ) -> Start:
         at_ms = self.wall_ms()
         key = check_key(id) if id is not None else uuid.uuid4().hex
@@ -408,6 +420,7 @@ class Engine:
             patches=definition.patches,
             priority=priority if priority == 0 and type(priority) is int else check_priority(priority),
             cleanup_ms=definition.cleanup_ms,
+            attributes=checked(attributes, "start(attributes=...)") or None if attributes is not None else None,
         )
         return Start(run_id(definition.name, key), new(started, uuid.uuid4().bytes), at_ms, owner)
 

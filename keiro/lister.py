@@ -12,17 +12,17 @@ from typing import Final, Protocol
 
 from keiro.errors import StoreError
 from keiro.stores.base import SAFETY_POLL_S
-from keiro.stores.listing import Advanced, Listing
+from keiro.stores.listing import Listing
 
 COALESCE_S: Final = 0.03
 """How long commits are collected: a run that begins and ends within is written once."""
 QUIET_S: Final = 0.01
 """When nothing was committed for so long, nobody is in the way."""
-REST: Final = 9
+REST: Final = 14
 """While others write, a pause is so many times as long as the work before it,"""
 FAR_BEHIND_S: Final = 2.0
 """until the rows have been behind for so long. Then both are alike: who reads would wait for what piles up."""
-TURN_S: Final = 0.005
+TURN_S: Final = 0.004
 """How long a transaction should take, because other commits wait for it on SQLite."""
 MOST: Final = 5000
 LEAST: Final = 20
@@ -73,13 +73,18 @@ class Lister:
                 await asyncio.sleep(0)
 
     async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        current_at = loop.time()
+        current = True
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SAFETY_POLL_S):
-                    await self.moved.wait()
-            await asyncio.sleep(COALESCE_S)
+            if current:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SAFETY_POLL_S):
+                        await self.moved.wait()
+                current_at = loop.time()
+                await asyncio.sleep(COALESCE_S)
             try:
-                await self._keep_up()
+                took, current = await self._follow_some()
                 self._away = False
             except Exception as error:
                 # Whatever it is, it is told and tried again: else the rows would stand still in silence.
@@ -88,34 +93,33 @@ class Lister:
                     self._reporter.report(what, "", listing="keiro_executions", error=f"{error}")
                 self._away = True
                 await asyncio.sleep(AWAY_S)
+                continue
+            await self._rest(took * (REST if loop.time() - current_at < FAR_BEHIND_S else 1))
 
-    async def _keep_up(self) -> None:
+    async def _follow_some(self) -> tuple[float, bool]:
+        """How long it took, and whether nothing is left."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        while True:
+        async with self._turn:
             self.moved.clear()
-            async with self._turn:
-                start = loop.time()
-                done = await self._listing.advance(self._most)
-                took = loop.time() - start
-            self._adapt(took, done)
-            if done.drained and done.position >= done.head:
-                return
-            behind = loop.time() - began
-            await self._rest(took * (REST if behind < FAR_BEHIND_S else 1))
-
-    def _adapt(self, took: float, done: Advanced) -> None:
+            start = loop.time()
+            done = await self._listing.advance(self._most)
+            took = loop.time() - start
         if took > 2 * TURN_S:
             self._most = max(LEAST, self._most // 2)
         elif took < TURN_S and done.rows:
             self._most = min(MOST, self._most * 2)
+        return took, done.drained and done.position >= done.head
 
     async def _rest(self, seconds: float) -> None:
         """Leave the store to others for a while, as long as there are any."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
+        some = self.moved.is_set()
         while (left := until - loop.time()) > 0:
             self.moved.clear()
             await asyncio.sleep(min(left, QUIET_S))
             if not self.moved.is_set():
-                return
+                break
+            some = True
+        if some:
+            self.moved.set()

@@ -17,6 +17,8 @@ from uuid import UUID
 
 from msgspec import UNSET, UnsetType
 
+from keiro.attributes import STEP as ATTRIBUTES
+from keiro.attributes import checked
 from keiro.codec import decoder_for
 from keiro.definition import Step, Workflow, patience, retry_or_none, seconds, step_of
 from keiro.errors import ChildCancelled, ChildFailed, DecodeFailed, DeferredCancelled, InvalidCall
@@ -83,6 +85,9 @@ class Driver(Protocol):
 
     def of_child(self, run_id: str, what: str) -> Coroutine[Any, Any, Any]:
         """Cancel a child, or ask for its status, as a recorded step."""
+
+    def set_attributes(self, values: dict[str, Any], name: str) -> Coroutine[Any, Any, None]:
+        """Reserve the name now; the coroutine records the attributes as a step."""
 
     def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException:
         """What ends the round when it is raised."""
@@ -330,6 +335,17 @@ class Scope(metaclass=ABCMeta):
     def call(self, workflow: Any, /, *args: Any, id: str | None = None, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Start a child and wait for its result."""
         return _called(self.spawn(workflow, *args, id=id, **kwargs))
+
+    # Attributes
+
+    def set_attributes(self, **values: Any) -> Coroutine[Any, Any, None]:
+        """Set attributes of this run, by which `engine.executions.list(attributes={...})` finds it: text, numbers,
+        truth values, datetimes with their zone; None takes one away, those not named stay. A recorded step: on return
+        it is durable. The next round begins with them. Raises `InvalidCall` for other values and more than 64.
+        """
+        driver = self._driver("set_attributes")
+        changes = checked(values, "run.set_attributes", removing=True)
+        return driver.set_attributes(changes, f"{ATTRIBUTES}{self._keiro_prefix}set")
 
     # Rounds and versions
 

@@ -11,6 +11,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from keiro.attributes import STEP as ATTRIBUTES
+from keiro.attributes import merged
 from keiro.events import (
     Event,
     StateChanged,
@@ -77,6 +79,11 @@ def project(run: Run | None, event: Event, at_ms: int) -> Run | None:
             return replace(
                 run, status=Status.PENDING, attempts=0, finished_at_ms=None, failure_json=None, result_json=None
             )
+        case StepRecorded() if run is not None and event.step.startswith(ATTRIBUTES):
+            if run.status == Status.SUSPENDED:
+                run = replace(run, status=Status.PENDING, **_NO_WAIT)
+            attributes = merged(run.attributes_json, msgspec.json.decode(event.result))
+            return replace(run, attributes_json=None if attributes is None else _encode(attributes).decode())
         case _ if run is not None and run.status == Status.SUSPENDED and _wakes(run, event):
             return replace(run, status=Status.PENDING, **_NO_WAIT)
         case _:

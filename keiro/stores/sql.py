@@ -35,6 +35,7 @@ Program: TypeAlias = Generator[list[Statement], list[list[Row]], T]
 _WRITTEN: Final = RUN_COLUMNS[1:]  # the key is the database's to give
 MUTABLE: Final = (
     "status",
+    "attributes_json",
     "result_json",
     "failure_json",
     "attempts",
