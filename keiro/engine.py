@@ -808,8 +808,8 @@ class Engine:
         """Compute the rows of a projection from the journal and make the kept ones the same, while others write on.
 
         `"runs"` is the table of runs itself, whose owners, leases and `started_at_ms` are no part of the journal, and
-        `"run_parents"` that of the edges between runs; `"executions"` is the listing. An append-only table gets the rows
-        it lacks; others that differ are counted as `unmended`.
+        `"run_parents"` that of the edges between runs; `"executions"` is the listing. An append-only table gets the
+        rows it lacks; others that differ are counted as `unmended`.
         """
         self._opened()
         if projection == "executions" and not self._read_models.has(projection):
