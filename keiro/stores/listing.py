@@ -18,6 +18,7 @@ from keiro.stores.kept import Report, decoded
 
 if TYPE_CHECKING:
     from keiro.mapper import EventMapper
+    from keiro.rows import Run
     from keiro.stores.memory import Database
 
 T = TypeVar("T")
@@ -138,10 +139,14 @@ class MemoryListing:
                 run = runs.get(run_id)
                 if run is None and run_id not in listed.rows:
                     listed.number(run_id, deleted=True)  # it came and went in between
-                changes.compare(listed.rows.get(run_id), None if run is None else executions.listed_run(run))
+                changes.compare(listed.rows.get(run_id), None if run is None else self._row(run))
             listed.write(changes)
             listed.position = self._db.journal.last
             return Advanced(listed.position, listed.position, len(changes), True)
+
+    def _row(self, run: Run) -> Execution:
+        parents = self._db.edges.parents_of(run.run_id)
+        return executions.listed_run(run, parents[0].parent_id if parents else None)
 
     async def page(self, query: Query) -> Seen[Execution]:
         """See `Listing`."""
@@ -177,9 +182,7 @@ class MemoryListing:
             computed = ComputedRuns({})
             computed.fold(decoded(self._mapper, db.journal.read(0)))
             wanted = {
-                name: executions.listed_run(
-                    mended(run, computed.runs.get(name), db.heads[run.run_key].owner is not None)
-                )
+                name: self._row(mended(run, computed.runs.get(name), db.heads[run.run_key].owner is not None))
                 for name, run in db.runs.items()
             }
             changes = Changes()

@@ -86,7 +86,14 @@ class Text:
         )
         self.changed = f"SELECT DISTINCT run_key FROM {self.journal} WHERE position > ? AND position <= ?"
         keys, names = self._list("bigint", "run_key"), self._list("text", "run_id")
-        run = ", ".join(f"r.{name}" for name in RUN_COLUMNS)
+        self.parents = f"{schema}keiro_run_parents"
+        first_parent = (
+            f"(SELECT p.parent_id FROM {self.parents} p WHERE p.child_id = {{}}.run_id"
+            " ORDER BY p.child_id, p.seq, p.parent_id LIMIT 1)"
+        )
+        self.first_parents = f"SELECT k.run_id, {first_parent.format('k')} FROM {names}"
+        parent = f"coalesce(r.parent_run_id, {first_parent.format('r')})"
+        run = ", ".join(parent if name == "parent_run_id" else f"r.{name}" for name in RUN_COLUMNS)
         failure = "CASE WHEN r.status = 'failed' THEN r.failure_json END"
         # What a list has is few for a plan: it looks each up, and reads no table from one end to the other.
         beside = f"{run}, {failure}, {self.row}"
@@ -484,8 +491,9 @@ class SqlListing:
         owned = [sql.to_owned(row) for row in rows]
         names = self._listed([run.run_id for run, _ in owned])
         keys = self._listed([run.run_key for run, _ in owned])
-        journal, kept_rows, attributes, words = yield [
+        journal, parents, kept_rows, attributes, words = yield [
             (text.of_runs, (keys,)),
+            (text.first_parents, (names,)),
             (text.by_name, (names,)),
             (text.kept_attributes, (names,)),
             (text.kept_words, (names,)),
@@ -493,6 +501,7 @@ class SqlListing:
         computed = ComputedRuns({})
         computed.fold(decoded(self._mapper, map(sql.to_stored, journal)))
         kept_of = {row[0]: self._compared(row) for row in kept_rows}
+        first_parents: dict[str, str | None] = dict(parents)
         found: dict[str, dict[str, str]] = {}
         for run_id, name, value in attributes:
             found.setdefault(run_id, {})[name] = value
@@ -503,7 +512,7 @@ class SqlListing:
         for run, head in owned:
             kept, _ = kept_of[run.run_id]
             should_be = mended(run, computed.runs.get(run.run_id), head.owner is not None)
-            wanted = executions.listed_run(should_be)
+            wanted = executions.listed_run(should_be, first_parents[run.run_id])
             changes.compare(kept, wanted)
             if found.get(run.run_id, {}) != executions.attribute_values(wanted.attributes_json):
                 changes.attributes[run.run_id] = wanted

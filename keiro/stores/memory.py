@@ -133,6 +133,7 @@ class Database:
         """Change a row of `keiro.projections.waits` or `keiro.projections.run_parents`."""
         if change.table == RUN_PARENTS:
             self.edges.change(change)
+            self.listed.stale[change.key["child_id"]] = None
             return
         rows = self.rows.setdefault(change.table, {})
         whole = tuple(change.key.values())
@@ -228,6 +229,7 @@ class Database:
             for table in (CLOCKS, DEFERREDS):
                 for key in self.under.pop((table, run.workflow, run.run_id), ()):
                     self.rows[table].pop(key, None)
+            self.listed.stale.update((edge.child_id, None) for edge in self.edges.children_of(run.run_id))
             self.edges.forget(run.run_id)
             if run.round_ordinal == 0:
                 self._forget_children(run)
@@ -864,5 +866,6 @@ class MemoryKept:
                 verified=sum(kept.get(edge) == seq for edge, seq in seqs.items()),
             )
             if report.differences:
+                db.listed.stale.update((child, None) for child, _ in (*kept, *seqs))
                 db.edges.replace(seqs)
         return report

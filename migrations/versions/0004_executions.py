@@ -20,7 +20,7 @@ FILTERS = ("status", "execution_flow", "execution_parent_id", "execution_lineage
 def upgrade() -> None:
     connection = op.get_bind()
     d = ddl.dialect(connection.dialect.name)
-    for statement in [*_tables(d), *_indexes(d), *_of_executions(d), *_of_runs(d)]:
+    for statement in [*_tables(d), *_indexes(d), *_of_executions(d), *_of_runs(d), *_of_parents(d)]:
         connection.exec_driver_sql(statement)
 
 
@@ -149,4 +149,17 @@ def _of_runs(d: ddl.Dialect) -> list[str]:
         # The condition stands outside the function, which is not called then.
         f"CREATE TRIGGER keiro_runs_mark AFTER UPDATE ON {runs} FOR EACH ROW WHEN (NOT ({told}) AND ({changed}))"
         f" EXECUTE FUNCTION {ddl.SCHEMA}.keiro_runs_mark()",
+    ]
+
+
+def _of_parents(d: ddl.Dialect) -> list[str]:
+    parents, runs, marks = (d.table(f"keiro_{name}") for name in ("run_parents", "runs", "execution_marks"))
+    # A run that was spawned is listed for its start, with its parent: only other edges are marked.
+    spawned = f"SELECT 1 FROM {runs} WHERE run_id = NEW.child_id AND parent_run_id IS NOT NULL"
+    added = f"INSERT INTO {marks} (run_id) SELECT NEW.child_id WHERE NOT EXISTS ({spawned})"
+    removed = f"INSERT INTO {marks} (run_id) VALUES (OLD.child_id)"
+    return [
+        *d.trigger("keiro_run_parents_mark_inserted", "AFTER INSERT", parents, [added]),
+        *d.trigger("keiro_run_parents_mark_updated", "AFTER UPDATE", parents, [removed, added]),
+        *d.trigger("keiro_run_parents_mark_deleted", "AFTER DELETE", parents, [removed]),
     ]

@@ -615,6 +615,65 @@ async def test_q12_the_parent_is_that_of_the_row_and_follows_it(sql_url: str) ->
         assert await pages(engine, parent=None) == [above]
 
 
+@keiro.workflow
+async def has_children(run: keiro.WorkflowRun, number: int) -> None:
+    for n in range(number):
+        await run.spawn(waits, id=f"{run.key}-{n}")
+    await run.deferred("said").result()
+
+
+@keiro.workflow
+async def waits(run: keiro.WorkflowRun) -> None:
+    await run.deferred("said").result()
+
+
+async def test_q12_a_run_that_was_started_alone_is_below_the_first_run_it_is_linked_to(make_engine: MakeEngine) -> None:
+    async def parent_of(engine: keiro.Engine, run_id: str) -> str | None:
+        (seen,) = await engine.executions.observe([run_id])
+        assert isinstance(seen, Observed)
+        parent = seen.execution.execution_parent_id
+        assert run_id in [one.run_id for one in (await engine.executions.list(parent=parent)).items]
+        return parent
+
+    async with make_engine(waits, has_children) as engine:
+        await engine.start_many(waits, [()] * 4, ids=["a", "b", "c", "d"])
+        await engine.start(has_children, 1, id="p")
+        await engine.run_parents.link("wf:waits-a", "wf:waits-b")
+        assert await parent_of(engine, "wf:waits-a") == "wf:waits-b"
+        await engine.run_parents.link("wf:waits-a", "wf:waits-c")
+        assert await parent_of(engine, "wf:waits-a") == "wf:waits-b"
+        await engine.run_parents.unlink("wf:waits-a", "wf:waits-b")
+        assert await parent_of(engine, "wf:waits-a") == "wf:waits-c"
+        assert (await engine.rebuild("executions")).differences == 0
+        # With its parent the edge goes.
+        await engine.complete("wf:waits-c", "said", None)
+        await engine.handle("wf:waits-c").result()
+        await engine.gc(older_than=0)
+        assert await parent_of(engine, "wf:waits-a") is None
+
+        while await engine.store.run("wf:waits-p-0") is None:
+            await asyncio.sleep(0.002)
+        await engine.run_parents.link("wf:waits-p-0", "wf:waits-b")
+        assert await parent_of(engine, "wf:waits-p-0") == "wf:has_children-p"
+        assert (await engine.rebuild("executions")).differences == 0
+
+
+async def test_a_child_is_listed_for_its_start_and_marked_for_nothing_more(
+    sql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that writers do not pay for the edges of their children."""
+    monkeypatch.setattr("keiro.lister.Lister.start", lambda self: None)
+    async with keiro.Engine(sql_url, workflows=[waits, has_children], migrate=True) as engine:
+        await engine.start(has_children, 20, id="p")
+        while await engine.store.run("wf:waits-p-19") is None:
+            await asyncio.sleep(0.002)
+        marks = "keiro.keiro_execution_marks" if sql_url.startswith("postgres") else "keiro_execution_marks"
+        marked = [name for (name,) in execute(sql_url, f"SELECT run_id FROM {marks}")]
+        assert [name for name in marked if name.startswith("wf:waits-p-")] == []
+        await engine.run_parents.link("wf:has_children-p", (await engine.start(waits, id="above")).run_id)
+        assert "wf:has_children-p" in [name for (name,) in execute(sql_url, f"SELECT run_id FROM {marks}")]
+
+
 async def test_q13_time_and_id_of_a_listed_run_never_change(sql_url: str) -> None:
     async with keiro.Engine(sql_url, workflows=[plain], worker=False, migrate=True) as engine:
         await engine.start(plain, id="one")
