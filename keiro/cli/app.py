@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,6 +166,38 @@ def list_runs(
     output.runs(found[:limit], as_json)
     if len(found) > limit and not as_json:
         output.note(f"these are the newest {limit}: --limit N shows more")
+
+
+@app.command()
+def find(
+    status: Annotated[Status | None, typer.Option(help="Only runs with this status.")] = None,
+    workflow: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this workflow.")] = None,
+    parent: Annotated[str | None, typer.Option(metavar="RUN", help="Only runs below this one; `none`: alone.")] = None,
+    lineage: Annotated[str | None, typer.Option(metavar="RUN", help="Only the rounds of this run.")] = None,
+    waiting: Annotated[str | None, typer.Option(metavar="KIND", help="Only runs that wait for such; `none`.")] = None,
+    attribute: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only with this; repeat.")] = None,
+    id_prefix: Annotated[str | None, typer.Option(metavar="TEXT", help="Only ids that begin so.")] = None,
+    failure: Annotated[str | None, typer.Option(metavar="WORDS", help="Only failures with these words.")] = None,
+    after: Annotated[datetime | None, typer.Option(help="Only runs created then (UTC) or later.")] = None,
+    before: Annotated[datetime | None, typer.Option(help="Only runs created then (UTC) or earlier.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="At most so many, up to 200.")] = 100,
+    cursor: Annotated[str | None, typer.Option(metavar="TEXT", help="Go on behind a page, with its options.")] = None,
+    counts: Annotated[bool, typer.Option("--counts", help="Only how many have each status.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Find runs in the listing, newest first, by what they have in common; pages of any length cost the same."""
+    with _reporting():
+        filters = operations.filters(
+            {"status": status, "workflow": workflow, "lineage": lineage, "id_prefix": id_prefix, "failure": failure},
+            {"parent": parent, "waiting": waiting},
+            {"created_after": after, "created_before": before},
+            attribute or [],
+        )
+        if counts:
+            output.counts(asyncio.run(operations.counts(url, filters)), as_json)
+        else:
+            output.page(asyncio.run(operations.find(url, filters, limit, cursor)), as_json)
 
 
 @app.command()

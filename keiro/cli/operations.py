@@ -5,8 +5,9 @@ What ends or revives a run is only shown, with nothing changed, until `--yes` is
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from keiro.cli.operating import Node, Told, waited_for
 from keiro.cli.reading import must_exist
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
+from keiro.executions import Page
 from keiro.projections.invariants import Finding
 from keiro.retention import Collection
 from keiro.rows import Run, Status
@@ -29,6 +31,40 @@ async def client(url: str) -> AsyncIterator[Engine]:
     must_exist(url)
     async with Engine(url, worker=False, migrate=False) as engine:
         yield engine
+
+
+def filters(
+    given: Mapping[str, str | None],
+    nullable: Mapping[str, str | None],
+    times: Mapping[str, datetime | None],
+    attributes: Sequence[str],
+) -> dict[str, Any]:
+    """The options of a listing from those of a command line; `none` is what has no such thing. Raises `InvalidCall`."""
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    found |= {name: None if value == "none" else value for name, value in nullable.items() if value is not None}
+    found |= {name: value.replace(tzinfo=value.tzinfo or UTC) for name, value in times.items() if value is not None}
+    for one in attributes:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise InvalidCall(f"--attribute {one!r}: write NAME=VALUE, such as customer=ada or paid=true")
+        try:
+            decoded = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            decoded = value  # text needs no quotes
+        found.setdefault("attributes", {})[name] = decoded
+    return found
+
+
+async def find(url: str, filters: dict[str, Any], limit: int, cursor: str | None) -> Page:
+    """A page of the listing, newest first."""
+    async with client(url) as engine:
+        return await engine.executions.list(**filters, newest=True, limit=limit, cursor=cursor)
+
+
+async def counts(url: str, filters: dict[str, Any]) -> dict[Status, int]:
+    """How many runs have each status."""
+    async with client(url) as engine:
+        return await engine.executions.counts(**filters)
 
 
 async def start(url: str, target: str, text: str, key: str | None) -> str:

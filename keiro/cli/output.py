@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -23,12 +23,14 @@ from keiro.cli.operating import Node, Told, waited_for
 from keiro.cli.replaying import Findings
 from keiro.decisions import Stored
 from keiro.events import ms_of
+from keiro.executions import Page
 from keiro.failures import Failure, describe
+from keiro.projections.executions import Execution
 from keiro.projections.invariants import Finding
 from keiro.projections.steps import StepRow
 from keiro.projections.waits import ChildRow
 from keiro.retention import Collection
-from keiro.rows import PAYLOAD_COLUMNS, Run
+from keiro.rows import PAYLOAD_COLUMNS, Run, Status
 from keiro.schedules import ScheduleRow
 from keiro.stores import shown as shown_url
 from keiro.stores.base import WorkerRow
@@ -125,6 +127,39 @@ def runs(found: list[Run], as_json: bool) -> None:
             lines(_table(("status", "created", "took", "version", "run"), tagged, right=("took",)))
             return
         lines(_table(("status", "created", "took", "run"), shown, right=("took",)))
+
+
+def page(found: Page, as_json: bool) -> None:
+    """A page of the listing."""
+    if as_json:
+        result({"items": [_execution(one) for one in found.items], "cursor": found.cursor, "revision": found.revision})
+        return
+    if not found.items:
+        note("no runs")
+        return
+    shown = [
+        (one.status, _time(one.created_at_ms), _took(one.created_at_ms, one.finished_at_ms), one.run_id)
+        for one in found.items
+    ]
+    lines(_table(("status", "created", "took", "run"), shown, right=("took",)))
+    if found.cursor is not None:
+        note(f"there are more: --cursor {found.cursor}")
+
+
+def _execution(one: Execution) -> dict[str, Any]:
+    row = msgspec.structs.asdict(one)
+    for name in ("attributes", "failure"):
+        del row[f"{name}_json"]
+        row[name] = getattr(one, name)
+    return row
+
+
+def counts(found: Mapping[Status, int], as_json: bool) -> None:
+    """How many runs have each status."""
+    if as_json:
+        result({str(status): number for status, number in found.items()})
+    else:
+        lines(_table(("status", "runs"), [(status, str(number)) for status, number in found.items()], right=("runs",)))
 
 
 def run(found: Run, steps: list[StepRow], as_json: bool, reason: str | None = None) -> None:
