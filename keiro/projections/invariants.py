@@ -12,16 +12,18 @@ from typing import Any, Final
 import msgspec
 
 from keiro.events import Event, ms_of
+from keiro.failures import Failure
+from keiro.identity import child_result_step, parse_run_id
 from keiro.projections.rebuilt import ComputedRuns, mended, same_identity
-from keiro.projections.waits import CLOCKS, DEFERREDS, Change, Forget, Put, Set, changes
-from keiro.rows import Head, Run
+from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, SEALED, Change, ChildRow, Forget, Put, Set, changes
+from keiro.rows import Head, Run, Status
 
 
 class Finding(msgspec.Struct, frozen=True):
     """Something of a run that is not what its journal says.
 
-    `kind` is `run`, `head`, `owner`, `clock` or `deferred`: a row of that name is wrong, missing or too many. `what`
-    says so for people; `fixed` whether it was mended, durably.
+    `kind` is `run`, `head`, `owner`, `clock`, `deferred` or `child`: a row of that name is wrong, missing or too many.
+    `what` says so for people; `fixed` whether it was mended, durably.
     """
 
     kind: str
@@ -32,7 +34,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 class Examined(msgspec.Struct, frozen=True):
     """All there is of a run. `clocks` and `deferreds` are rows by name, with the columns of `COLUMNS`; `listed` says
-    that its owner, if it has one, is a listed worker."""
+    that its owner, if it has one, is a listed worker. `parent` is that of the lineage, and `child` the row that says so
+    to it; of a round with another behind it neither is looked at."""
 
     run: Run
     head: Head
@@ -40,6 +43,8 @@ class Examined(msgspec.Struct, frozen=True):
     events: Sequence[Event]
     clocks: Mapping[str, Mapping[str, Any]]
     deferreds: Mapping[str, Mapping[str, Any]]
+    parent: str | None = None
+    child: ChildRow | None = None
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -91,12 +96,50 @@ def diagnose(of: Examined) -> Diagnosis:
             told_of = _compare(of.run, table, name, rows[table].get(name), kept.get(name), repairs)
             if told_of is not None:
                 found.append(Finding(kind, run_id, f"{name}: {told_of}"))
+    if should_be.handoff_run_id is None and (told_of := _compare_child(of, should_be, repairs)) is not None:
+        found.append(Finding("child", run_id, told_of))
     return Diagnosis(
         tuple(found),
         should_be if any(one.kind == "run" for one in found) else None,
         newest if of.head.version != newest else None,
         tuple(repairs),
     )
+
+
+def _compare_child(of: Examined, run: Run, repairs: list[Change]) -> str | None:
+    """What the parent's row of a run does not say as the run itself does. Its times are the parent's to know."""
+    if of.child is None and of.parent is None:
+        return None
+    failure = None if run.failure_json is None else msgspec.json.decode(run.failure_json, type=Failure)
+    wanted: dict[str, Any] = {
+        "status": str(run.status) if run.terminal else "running",
+        "result": run.result_json if run.status == Status.COMPLETED else None,
+        "failed": run.status == Status.FAILED,
+        "failure_reason": failure.message if failure is not None and run.status == Status.FAILED else None,
+    }
+    if of.parent is not None:
+        parent = parse_run_id(of.parent)
+        wanted |= {"parent_id": parent.key, "parent_name": parent.workflow}
+    ended = {"completed_at": run.finished_at_ms, "updated_at": run.finished_at_ms or run.created_at_ms}
+    key = {"child_id": run.key, "child_name": run.workflow}
+    if of.child is None:
+        born = {"await_step": child_result_step(run.key), "created_at": run.created_at_ms}
+        repairs.append(Put(CHILDREN, key, {**wanted, **born, **ended}))
+        return "its parent has no row of it"
+    kept = {name: getattr(of.child, name) for name in wanted}
+    # A database may spell JSON in its own way.
+    wrong = [name for name in wanted if _value(name, kept[name]) != _value(name, wanted[name])]
+    if (of.child.completed_at is None) == run.terminal:
+        wrong.append("completed_at")
+    if not wrong:
+        return None
+    repairs.append(Set(CHILDREN, key, {**{name: wanted[name] for name in wrong if name in wanted}, **ended}))
+    told = (_differs(name, getattr(of.child, name), {**wanted, **ended}[name]) for name in wrong)
+    return f"its parent's row of it: {', '.join(told)}"
+
+
+def _value(name: str, value: Any) -> Any:
+    return msgspec.json.decode(value) if name == "result" and value is not None else value
 
 
 def _apply(rows: dict[str, dict[str, Any]], change: Change) -> None:
@@ -137,6 +180,6 @@ def _compare(
 
 def _differs(column: str, kept: object, wanted: object) -> str:
     # What users stored may be secret: it is not shown.
-    if column.endswith("_json"):
+    if column.endswith("_json") or column in SEALED:
         return f"{column} differs"
     return f"{column} is {'NULL' if kept is None else kept}, not {'NULL' if wanted is None else wanted}"

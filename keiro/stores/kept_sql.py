@@ -19,7 +19,7 @@ from keiro.projections.base import Key, ReadModel
 from keiro.projections.invariants import COLUMNS, Diagnosis, Examined, Finding, diagnose
 from keiro.projections.rebuilt import FOLDED_COLUMNS, ComputedRuns, mended, same_identity
 from keiro.projections.run_parents import RUN_PARENTS, TOPICS, ComputedRunParents, Edge
-from keiro.projections.waits import CLOCKS, DEFERREDS
+from keiro.projections.waits import CHILDREN, CLOCKS, DEFERREDS, ChildRow
 from keiro.rows import RUN_COLUMNS, Run
 from keiro.stores.faults import is_refusal
 from keiro.stores.kept import BITE, Computed, Differences, MemoryRows, Report, decoded
@@ -90,6 +90,16 @@ class Text:
             f"SELECT execution_id, {', '.join(columns)} FROM {text.journal.replace('keiro_journal', table)}"
             " WHERE execution_id IN ({names})"
             for table, columns in COLUMNS.items()
+        )
+        as_child = (
+            f"CAST(c.{name} AS TEXT)" if name == "result" else f"c.{name}" for name in ChildRow.__struct_fields__
+        )
+        self.as_children = (
+            f"SELECT r.run_id, f.parent_run_id, {', '.join(as_child)}"
+            f" FROM {text.runs} r LEFT JOIN {text.runs} f ON f.run_id = r.lineage_id"
+            f" LEFT JOIN {text.journal.replace('keiro_journal', CHILDREN)} c"
+            " ON c.child_id = r.key AND c.child_name = r.workflow"
+            " WHERE r.handoff_run_id IS NULL AND r.run_id IN ({names})"
         )
         edges = text.journal.replace("keiro_journal", RUN_PARENTS)
         self.edges_after = (
@@ -603,13 +613,16 @@ class SqlKept:
         if not owned:
             return []
         keys, names = [run.run_key for run, _ in owned], [run.run_id for run, _ in owned]
-        workers, journal, clocks, deferreds = yield [
+        workers, children, journal, clocks, deferreds = yield [
             (text.worker_keys, ()),
+            sql.named(text.as_children, names),
             sql.named(text.of_runs, keys),
             sql.named(text.clocks_of, names),
             sql.named(text.deferreds_of, names),
         ]
         listed = {int(row[0]) for row in workers}
+        parents = {name: parent for name, parent, *_ in children}
+        as_children = {name: sql.to_child(tuple(row)) for name, _, *row in children if row[0] is not None}
         events: dict[str, list[Event]] = {name: [] for name in names}
         for event in decoded(self.journal.mapper, map(sql.to_stored, journal)):
             events[event.originator_id].append(event)
@@ -636,6 +649,8 @@ class SqlKept:
                         events[run.run_id],
                         kept[CLOCKS][run.run_id],
                         kept[DEFERREDS][run.run_id],
+                        parents.get(run.run_id),
+                        as_children.get(run.run_id),
                     )
                 ),
             )

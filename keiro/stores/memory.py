@@ -657,13 +657,8 @@ class MemoryStore:
 
     async def children(self, workflow: str, key: str) -> list[ChildRow]:
         """The children of a run."""
-        found: list[ChildRow] = []
-        for row in self._db.rows.get(CHILDREN, {}).values():
-            if (row["parent_id"], row["parent_name"]) == (key, workflow):
-                values: dict[str, Any] = dict(row)
-                for name in TIMESTAMPS:
-                    values[name] = None if row[name] is None else timestamp(row[name])
-                found.append(ChildRow(**values))
+        rows = self._db.rows.get(CHILDREN, {}).values()
+        found = [_child(row) for row in rows if (row["parent_id"], row["parent_name"]) == (key, workflow)]
         return sorted(found, key=lambda row: (row.created_at, row.child_id.encode()))
 
     async def parents_of(self, lineage_id: str) -> list[RunParent]:
@@ -829,7 +824,20 @@ class MemoryKept:
                 }
                 events = decoded(self._mapper, db.by_run.get(key, ()))
                 listed = head.owner is None or head.owner in db.workers
-                diagnosis = diagnose(Examined(run, head, listed, events, rows[CLOCKS], rows[DEFERREDS]))
+                first = db.runs.get(run.lineage_id)
+                child = db.rows.get(CHILDREN, {}).get((run.key, run.workflow))
+                diagnosis = diagnose(
+                    Examined(
+                        run,
+                        head,
+                        listed,
+                        events,
+                        rows[CLOCKS],
+                        rows[DEFERREDS],
+                        None if first is None else first.parent_run_id,
+                        None if child is None else _child(child),
+                    )
+                )
                 found += diagnosis.findings
                 if fix:
                     if diagnosis.run is not None:
@@ -869,3 +877,10 @@ class MemoryKept:
                 db.listed.stale.update((child, None) for child, _ in (*kept, *seqs))
                 db.edges.replace(seqs)
         return report
+
+
+def _child(row: Mapping[str, Any]) -> ChildRow:
+    values = dict(row)
+    for name in TIMESTAMPS:
+        values[name] = None if row[name] is None else timestamp(row[name])
+    return ChildRow(**values)

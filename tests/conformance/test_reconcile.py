@@ -130,6 +130,94 @@ async def test_damage_is_found_and_left_and_mended_when_asked(
         assert await engine.reconcile() == []
 
 
+@keiro.workflow
+async def parent(run: keiro.WorkflowRun) -> list[Any]:
+    child = await run.spawn(leaf, id="c")
+    await run.deferred("go").result()
+    return [await child.status(), await child.result()]
+
+
+@keiro.workflow
+async def leaf(run: keiro.WorkflowRun, round_: int = 0) -> dict[str, int]:
+    if round_ < 1:
+        run.continue_as_new(round_ + 1)
+    return {"b": 1, "a": 2}
+
+
+def change_child(**values: Any) -> Callable[[Any], None]:
+    return lambda db: db.rows["keiro_workflow_children"]["c", "leaf"].update(values)
+
+
+CHILD_DAMAGES = {
+    "still running": (
+        "UPDATE keiro_workflow_children SET status = 'running', result = NULL, completed_at = NULL",
+        change_child(status="running", result=None, completed_at=None),
+    ),
+    "failed": (
+        "UPDATE keiro_workflow_children SET status = 'failed', failed = true, failure_reason = 'x', result = NULL",
+        change_child(status="failed", failed=True, failure_reason="x", result=None),
+    ),
+    "another result": ("UPDATE keiro_workflow_children SET result = '\"hush\"'", change_child(result='"hush"')),
+    "another parent": ("UPDATE keiro_workflow_children SET parent_id = 'b'", change_child(parent_id="b")),
+    "missing": (
+        "DELETE FROM keiro_workflow_children",
+        change_rows("keiro_workflow_children", lambda rows: rows.clear()),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHILD_DAMAGES)
+async def test_the_row_that_a_parent_has_of_a_child_is_held_to_the_child(
+    make_engine: MakeEngine, store_url: str, parks_at_once: None, what: str
+) -> None:
+    sql, by_hand = CHILD_DAMAGES[what]
+    async with make_engine(parent, leaf) as engine:
+        handle = await engine.start(parent, id="a")
+        while await engine.store.run("wf:leaf-c") is None:
+            await asyncio.sleep(0.002)
+        await engine.handle("wf:leaf-c").result()
+        await evicted(engine, handle)
+        assert await engine.reconcile() == []
+        before = await engine.children.of(handle.run_id)
+    async with make_engine(worker=False) as client:
+        await damage(client, store_url, sql, by_hand)
+
+        (found,) = await client.reconcile()
+
+        assert (found.kind, found.run_id, found.fixed) == ("child", "wf:leaf-c#1", False)
+        assert "hush" not in found.what and "'a'" not in found.what  # what users stored is not shown
+        assert await client.reconcile(fix=True) == [replace(found, fixed=True)]
+        assert await client.reconcile() == []
+        (row,) = await client.children.of(handle.run_id)
+        assert replace(row, created_at="", updated_at="", completed_at="") == replace(
+            before[0], created_at="", updated_at="", completed_at=""
+        )
+    async with make_engine(parent, leaf) as engine:
+        await engine.complete("wf:parent-a", "go", None)
+        assert await engine.handle("wf:parent-a").result(timeout=30) == ["completed", {"b": 1, "a": 2}]
+
+
+async def test_what_was_under_way_when_it_was_looked_at_is_no_finding(
+    make_engine: MakeEngine, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is looked at again under the lock: what was read before may have been written to in between."""
+    if store_url.startswith("memory"):
+        pytest.skip("one lock is held from the first look on")
+    async with make_engine(waiting, worker=False) as engine:
+        await engine.start(waiting, id="a")
+        kept = engine._read_models.kept
+        transact = kept._store.transact  # type: ignore[attr-defined]
+        await damage(engine, store_url, "UPDATE keiro_runs SET status = 'failed', finished_at_ms = 5", lambda db: None)
+
+        async def mended_meanwhile(*args: Any, **kwargs: Any) -> Any:
+            sql = "UPDATE keiro_runs SET status = 'pending', finished_at_ms = NULL"
+            await damage(engine, store_url, sql, lambda db: None)
+            return await transact(*args, **kwargs)
+
+        monkeypatch.setattr(kept._store, "transact", mended_meanwhile)  # type: ignore[attr-defined]
+        assert await engine.reconcile(fix=True) == []
+
+
 async def test_nothing_is_found_in_a_store_in_which_others_work(make_engine: MakeEngine, parks_at_once: None) -> None:
     async with make_engine(busy) as one, make_engine(busy) as other:
         handles = [
