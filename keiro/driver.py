@@ -158,8 +158,8 @@ class Strand:
         self.rng: random.Random | None = None
 
 
-_strand: ContextVar[Strand | None] = ContextVar("keiro_strand", default=None)
-
+_strand: ContextVar[Strand | tuple[Driver, str] | None] = ContextVar("keiro_strand", default=None)
+"""Where the current task stands in the body of a run, or in which step of it."""
 
 # A run without commands needs no queue of its own: an empty deque takes more memory than the rest of the driver.
 _NO_EVENTS: Final[deque[Stored]] = deque(maxlen=0)
@@ -887,6 +887,7 @@ class Driver:
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
             self._in_flight += 1
+            inside = _strand.set((self, name))
             try:
                 try:
                     if step.transactional:
@@ -935,6 +936,10 @@ class Driver:
                     # is not repeated.
                     return step.decode(payload)
             finally:
+                try:
+                    _strand.reset(inside)
+                except ValueError:
+                    pass  # what was left suspended is closed by whoever collects it, in a context of its own
                 self._in_flight -= 1
                 if self.draining is not None and not self._in_flight:
                     self.seal()
@@ -1424,7 +1429,15 @@ class Driver:
     # Deterministic values
 
     def _here(self) -> Strand:
-        parent = _strand.get()
+        found = _strand.get()
+        if isinstance(found, tuple):
+            if found[0] is self and not (self.sealed or self.over):
+                raise InvalidCall(
+                    f"{self.run.run_id}: run.* was called inside the step {found[1]!r}. A replay takes the step's "
+                    "result and does not run it: call run.* in the body, and pass the step what it needs"
+                )
+            found = None
+        parent = found
         task = asyncio.current_task(self._loop)
         if parent is not None and parent.driver is self and parent.task() is task:
             if self.sealed or self.over:

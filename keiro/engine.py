@@ -43,7 +43,7 @@ from keiro.decisions import (
 from keiro.definition import Workflow, patience
 from keiro.driver import Driver
 from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotFound, UnknownWorkflow
-from keiro.events import Event, WorkflowCancelled, WorkflowStarted
+from keiro.events import Event, StepRecorded, WorkflowCancelled, WorkflowStarted
 from keiro.executions import Executions
 from keiro.failures import Failure, capture, describe, revive, summary
 from keiro.follower import ProjectionStatus
@@ -75,7 +75,7 @@ from keiro.reports import Outage, log, report
 from keiro.repository import RunRepository, repository
 from keiro.retention import Collection, collect
 from keiro.rows import Head, Run, Status
-from keiro.run import fold, new_events, workflow_of
+from keiro.run import advance, fold, new_events, workflow_of
 from keiro.run_parents import RunParents
 from keiro.schedule import ScheduleRun
 from keiro.schedules import Schedules
@@ -83,6 +83,7 @@ from keiro.stores import open_store, shown
 from keiro.stores.base import Store
 from keiro.stores.blocking import RunTables
 from keiro.stores.kept import Report
+from keiro.threads import in_thread
 from keiro.transactions import Body, Transactions
 from keiro.worker import Worker
 
@@ -91,6 +92,8 @@ T = TypeVar("T")
 STUBBORN_S: Final = 5.0
 BULK: Final = 2000
 """So many runs are started in one transaction."""
+SNAPSHOT_EVERY: int = 500
+"""So many events of a run are folded at most for a command, where its class can be restored from snapshots."""
 GONE_S: Final = 0.5
 """How often at most to look whether runs that are waited for are still there."""
 FAREWELL_S: Final = 15.0
@@ -680,7 +683,16 @@ class Engine:
                 last = await self.store.newest(run.lineage_id)
                 run_id = run.handoff_run_id if last is None else last.run_id
                 continue
-            rows = (await journal.history([run.run_key]))[run.run_key]
+            state = None
+            if found[1].version > SNAPSHOT_EVERY:
+                if event_id is not None and (sent := await self._sent(run, event_id, connection)) is not None:
+                    return sent
+                if run.handoff_run_id is None:
+                    # In a thread, where it may block: it reads from the newest snapshot on, with a connection of its
+                    # own. Inside a caller's transaction it takes none, for which it would wait for that one's end.
+                    every = SNAPSHOT_EVERY if connection is None else 2**62
+                    state = await in_thread(self.repository.current, (run_id, every), {})
+            rows = (await journal.history([run.run_key], 0 if state is None else state.version))[run.run_key]
             if event_id is not None:
                 for row in rows:
                     if row.event_id == event_id:
@@ -688,16 +700,18 @@ class Engine:
             if run.handoff_run_id is not None:
                 run_id = run.handoff_run_id  # one round after the other: it may have been recorded in any
                 continue
-            state = fold(aggregate, [self.mapper.decode_row(row, run_id) for row in rows])
+            events = [self.mapper.decode_row(row, run_id) for row in rows]
+            state = fold(aggregate, events) if state is None else advance(state, events)
+            seen: int = state.version
             triggered = new_events(state, method, args, kwargs)
             if not triggered:
-                return rows[-1].version
+                return seen
             # The last event has the id of the command: who finds it there has found all of them.
             ids = [*(uuid.uuid4().bytes for _ in triggered[1:]), event_id or uuid.uuid4().bytes]
             news = tuple(
                 New(event, one, self.mapper.encode(event)[1]) for event, one in zip(triggered, ids, strict=True)
             )
-            append = Append(run_id, news, self.wall_ms(), run.run_key, expected=rows[-1].version)
+            append = Append(run_id, news, self.wall_ms(), run.run_key, expected=seen)
             outcome = await self._submit(append, connection)
             match outcome:
                 case Appended(version):
@@ -713,6 +727,12 @@ class Engine:
                     raise RunEnded(f"{run_id} has {status}: it takes no commands any more")
                 case UnknownRun():
                     continue  # it was deleted meanwhile, or only this round of it
+
+    async def _sent(self, run: Run, event_id: bytes, connection: Any) -> int | None:
+        """The version of the event with this id, if it is in the run. The append holds at no version: it only asks."""
+        asks = (new(StepRecorded(step="", result=msgspec.Raw(b"null")), event_id),)
+        outcome = await self._submit(Append(run.run_id, asks, 0, run.run_key, expected=-1, exact=True), connection)
+        return outcome.stored.version if isinstance(outcome, AlreadyPresent) else None
 
     @property
     def repository(self) -> RunRepository:

@@ -6,10 +6,11 @@ Reading only: what a run records is written by the engine, under its rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
-from keiro.errors import DecodeFailed, InvalidCall, RunNotFound
+from keiro.errors import DecodeFailed, InvalidCall, KeiroError, RunNotFound
 from keiro.events import Event, WorkflowStarted
 from keiro.library import (
     AggregateNotFoundError,
@@ -132,6 +133,17 @@ class RunRepository(Repository[str]):
         snapshot = RunSnapshot.take(self.get(run_id, version=version))
         self.snapshot_store.put([snapshot])
         return snapshot
+
+    def current(self, run_id: str, every: int) -> WorkflowRun:
+        """The aggregate of a run; if its newest snapshot is `every` events behind, there is a new one then, unless its
+        state is none that a snapshot would restore exactly, or the store is busy: it is only a shortcut."""
+        run: WorkflowRun = self.get(run_id)
+        if self.snapshot_store is not None:
+            taken = next(iter(self.snapshot_store.get(run_id, desc=True, limit=1)), None)
+            if run.version - (0 if taken is None else taken.originator_version) >= every:
+                with suppress(KeiroError):
+                    self.snapshot_store.put([RunSnapshot.take(run)])
+        return run
 
     def _aggregate(self, workflow: str) -> type[WorkflowRun]:
         return self._mapper.aggregate(workflow) or WorkflowRun

@@ -459,6 +459,54 @@ async def test_a_command_that_cannot_be_recorded_is_refused(make_engine: MakeEng
 # Where `run` may be used
 
 
+async def test_run_is_of_no_use_inside_a_step(make_engine: MakeEngine) -> None:
+    """A replay, which does not run the step, would not meet what it records."""
+
+    async def awaited(run: keiro.WorkflowRun) -> Any:
+        return await run.step(effect, "inner")
+
+    async def in_a_task(run: keiro.WorkflowRun) -> Any:
+        return await asyncio.create_task(awaited(run))
+
+    def plain(run: keiro.WorkflowRun) -> Any:
+        return run.now()
+
+    @keiro.workflow
+    async def nests(run: keiro.WorkflowRun, n: int, together: bool) -> Any:
+        body: Any = (awaited, in_a_task, plain)[n]
+        if together:
+            await asyncio.gather(run.step(effect, "beside"), run.step(body, run))
+        return await run.step(body, run)
+
+    async with make_engine(nests, outer) as engine:
+        for n in range(3):
+            for together in (False, True):
+                handle = await engine.start(nests, n, together)
+                said = "inside the step" if n < 2 else "was called (inside|from outside)"
+                with pytest.raises(keiro.WorkflowFailed, match=said):
+                    await handle.result()
+                names = {getattr(event, "step", None) async for event in handle.events()} - {None}
+                assert names <= {"effect", "awaited", "in_a_task", "plain"}
+        # A step may start another run, and that one's body is none of its own.
+        assert await engine.execute(outer) == "inner"
+
+
+@keiro.workflow
+async def inner(run: keiro.WorkflowRun) -> str:
+    return str(await run.step(effect, "inner"))
+
+
+@keiro.step
+async def starts_another() -> str:
+    async with keiro.Engine("memory://", workflows=[inner]) as engine:
+        return str(await engine.execute(inner))
+
+
+@keiro.workflow
+async def outer(run: keiro.WorkflowRun) -> str:
+    return str(await run.step(starts_another))
+
+
 async def test_run_is_of_no_use_outside_its_body(make_engine: MakeEngine) -> None:
     """A step of a caller that no replay meets would be recorded among those of the body."""
     go = asyncio.Event()
