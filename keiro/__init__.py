@@ -17,7 +17,9 @@ from keiro.errors import DecodeFailed as DecodeFailed
 from keiro.errors import DeferredCancelled as DeferredCancelled
 from keiro.errors import FenceLost as FenceLost
 from keiro.errors import InvalidCall as InvalidCall
+from keiro.errors import InvalidCursor as InvalidCursor
 from keiro.errors import InvalidName as InvalidName
+from keiro.errors import InvalidOptions as InvalidOptions
 from keiro.errors import KeiroError as KeiroError
 from keiro.errors import MigrationRequired as MigrationRequired
 from keiro.errors import NonDeterminism as NonDeterminism
@@ -28,6 +30,7 @@ from keiro.errors import RunEnded as RunEnded
 from keiro.errors import RunNotFound as RunNotFound
 from keiro.errors import RunParentCycle as RunParentCycle
 from keiro.errors import RunSealed as RunSealed
+from keiro.errors import SourceChanged as SourceChanged
 from keiro.errors import StepFailed as StepFailed
 from keiro.errors import StepNameClash as StepNameClash
 from keiro.errors import StoreBusy as StoreBusy
@@ -36,6 +39,7 @@ from keiro.errors import StoreUnavailable as StoreUnavailable
 from keiro.errors import UnknownWorkflow as UnknownWorkflow
 from keiro.errors import WorkflowCancelled as WorkflowCancelled
 from keiro.errors import WorkflowFailed as WorkflowFailed
+from keiro.feed import JournalEntry as JournalEntry
 from keiro.limits import Queue as Queue
 from keiro.limits import Rate as Rate
 from keiro.projections.base import Projection as Projection

@@ -6,14 +6,15 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 from keiro.engine import Engine, Handle
 from keiro.errors import InvalidCall
 from keiro.events import Event
 from keiro.executions import Changes, Filters, Missing, Observed, Options, Page
+from keiro.feed import JournalEntry
 from keiro.projections.run_parents import RunParent
 from keiro.projections.waits import ChildRow
 from keiro.rows import Run, Status
@@ -121,6 +122,11 @@ class BlockingEngine:
         return BlockingRunParents(self)
 
     @property
+    def events(self) -> BlockingFeed:
+        """As `Engine.events`."""
+        return BlockingFeed(self)
+
+    @property
     def executions(self) -> BlockingExecutions:
         """As `Engine.executions`."""
         return BlockingExecutions(self)
@@ -172,6 +178,32 @@ class BlockingRunParents:
     def unlink(self, child: str, parent: str, *, connection: Any = None) -> bool:
         """Take back a link."""
         return self._engine.wait(self._parents.unlink(child, parent, connection=connection))
+
+
+class BlockingFeed:
+    """As the events of an engine, for synchronous code. Options and errors are those of `Feed`."""
+
+    def __init__(self, engine: BlockingEngine) -> None:
+        self._engine = engine
+        self._feed = engine.engine.events
+
+    def last(self) -> int:
+        """The position of the newest event."""
+        return self._engine.wait(self._feed.last())
+
+    def follow(self, **options: Any) -> Iterator[JournalEntry]:
+        """The events, one after the other; with `live`, waiting for the next."""
+
+        async def begin() -> AsyncGenerator[JournalEntry, None]:
+            return self._feed.follow(**options)
+
+        entries = self._engine.wait(begin())
+        try:
+            while (entry := self._engine.wait(anext(entries, None))) is not None:
+                yield entry
+        finally:
+            with suppress(InvalidCall):
+                self._engine.wait(entries.aclose())
 
 
 class BlockingExecutions:

@@ -46,6 +46,7 @@ from keiro.errors import InvalidCall, KeiroError, RunConflict, RunEnded, RunNotF
 from keiro.events import Event, StepRecorded, WorkflowCancelled, WorkflowStarted
 from keiro.executions import Executions
 from keiro.failures import Failure, capture, describe, revive, summary
+from keiro.feed import Feed
 from keiro.follower import ProjectionStatus
 from keiro.history import History
 from keiro.identity import (
@@ -282,6 +283,8 @@ class Engine:
                 if not future.done():
                     future.set_exception(errors.StoreUnavailable("the engine was closed while waiting for a result"))
         self._waiting.clear()
+        for event in self._moved:
+            event.set()
         if self._looking is not None:
             self._looking.cancel()
         await self._lister.stop()
@@ -607,6 +610,11 @@ class Engine:
     def executions(self) -> Executions:
         """The listing of runs: `await engine.executions.list(status="failed", workflow="fulfil")`."""
         return self._executions
+
+    @property
+    def events(self) -> Feed:
+        """The journal as a stream: `async for entry in engine.events.follow(after=position): ...`."""
+        return Feed(self.store, self._read_models.kept, self.mapper, self, self._moved, self._opened)
 
     @property
     def schedules(self) -> Schedules:
