@@ -34,10 +34,10 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import Failure
-from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, suspended_step
+from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, parse_run_id, suspended_step
 from keiro.projections import run_parents
 from keiro.projections.run_parents import Edge
-from keiro.projections.runs import project
+from keiro.projections.runs import claimed, project
 from keiro.projections.waits import Change, Exit, Spawned, changes, exit_of
 from keiro.rows import Head, Run, Status
 
@@ -103,7 +103,8 @@ class Append(msgspec.Struct, frozen=True, gc=False):
 class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Record a step of the newest round of a lineage from outside: the completion of a deferred. `run_id` is round 0's.
 
-    With `secret`, only if that is the recorded result of the step `secret_step` in the round it was given in.
+    With `secret`, only if that is the recorded result of the step `secret_step` in the round it was given in. `owner`
+    is a worker that has room for the run: if it is parked and goes on with this, it is that worker's at once.
     """
 
     run_id: str
@@ -111,6 +112,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
     result: bytes
     at_ms: int
     secret: tuple[str, str] | None = None
+    owner: int | None = None
 
 
 class Spawn(msgspec.Struct, frozen=True, gc=False):
@@ -434,6 +436,12 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     run: Run
     head: Head
 
+    @property
+    def takes(self) -> bool:
+        """Whether the run gets an owner, which it had not before."""
+        before = self.before
+        return before is not None and before.status == Status.SUSPENDED and self.run.status == Status.RUNNING
+
     def changes(self) -> Iterator[Change]:
         """The changes of other rows that the events bring about."""
         yield from changes(self.run, [one.event for one in self.events], self.at_ms)
@@ -441,16 +449,27 @@ class Write(msgspec.Struct, frozen=True, gc=False):
             yield from run_parents.changes(one.event, self.run_id)
 
 
+class Taken(msgspec.Struct, frozen=True, gc=False):
+    """A parked run that has gone on as the sender's, without a claim. Where the answer to that was lost, and the
+    command came again, it is not `sure`: the sender may have heard of it, and of more since."""
+
+    run: Run
+    head: Head
+    sure: bool = True
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """An outcome and what must be written with it, in one transaction; of the run the command names first. `found` is
     a run that its sender owns and may not know of: a start whose first answer was lost. `own` says that the first write
-    is its owner's. `gone` are the rounds of a lineage that are deleted, the newest first: all, or neighbours."""
+    is its owner's. `gone` are the rounds of a lineage that are deleted, the newest first: all, or neighbours. `taken`
+    is a parked run that goes on as its sender's."""
 
     outcome: Outcome
     writes: tuple[Write, ...] = ()
     found: Run | None = None
     own: bool = False
     gone: tuple[Run, ...] = ()
+    taken: Taken | None = None
 
     @property
     def changed(self) -> list[Run]:
@@ -502,10 +521,16 @@ def decide(command: Command) -> Deciding:
 
 
 def first_needs(command: Command) -> tuple[Need, ...]:
-    """What the decision of `command` asks first, so that it can be loaded together with that of others. A spawn's asks
-    for the last edge too, whatever it learns before: that is no reason for a round trip of its own."""
+    """What the decision of `command` asks first, so that it can be loaded together with that of others; and what it
+    will ask then, as far as that can be told before: that is no reason for a round trip of its own."""
     first = next(decide(command))
-    return (first, LastEdge()) if isinstance(command, Spawn) else (first,)
+    match command:
+        case Spawn():
+            return (first, LastEdge())
+        case Deliver():
+            # Most lineages have one round: what it will ask of that one.
+            return (first, One(command.run_id, StepIds(*parse_run_id(command.run_id))(command.step)))
+    return (first,)
 
 
 def _start(command: Start) -> Deciding:
@@ -653,11 +678,24 @@ def _deliver(command: Deliver) -> Deciding:
     loaded, event = yield from _recorded(run, command.step, command.result)
     if event is None:
         assert loaded.present is not None
-        return Decision(AlreadyPresent(loaded.present))
+        mine = command.owner is not None and loaded.head.owner == command.owner
+        return Decision(
+            AlreadyPresent(loaded.present), taken=Taken(loaded.run, loaded.head, sure=False) if mine else None
+        )
     if run.terminal:
         return Decision(RefusedTerminal(run.status))
     write = _write(loaded, (event,), command.at_ms)
-    return Decision(Appended(write.head.version), (write,))
+    if command.owner is None or not goes_on(write):
+        return Decision(Appended(write.head.version), (write,))
+    head = replace(write.head, owner=command.owner, epoch=write.head.epoch + 1)
+    write = replace(write, run=claimed(write.run, command.at_ms), head=head)
+    return Decision(Appended(head.version), (write,), taken=Taken(write.run, head))
+
+
+def goes_on(write: Write) -> bool:
+    """Whether a run that nobody owns was parked, and is not any more."""
+    before = write.before
+    return before is not None and before.status == Status.SUSPENDED and write.run.status == Status.PENDING
 
 
 def _secret(payload: str) -> str | None:

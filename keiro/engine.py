@@ -36,6 +36,7 @@ from keiro.decisions import (
     Resurrect,
     Retract,
     Start,
+    Taken,
     UnknownRun,
     VersionConflict,
     new,
@@ -518,7 +519,13 @@ class Engine:
             for part in name.split("/") if isinstance(name, str) else (name,):
                 check_step_name(part)
         deliver = Deliver(lineage_of(run_id), deferred_step(name), msgspec.json.encode(end), self.wall_ms(), secret)
-        return self._told(run_id, await self._submit(deliver, connection))
+        workflow = self._workflows.get(parse_run_id(run_id).workflow)
+        if connection is None and workflow is not None and (owner := self.birth_owner(workflow)) is not None:
+            # Where it makes a parked run go on, that run needs no claim.
+            outcome = await self.submit_birth(msgspec.structs.replace(deliver, owner=owner))
+        else:
+            outcome = await self._submit(deliver, connection)
+        return self._told(run_id, outcome)
 
     async def cancel(
         self, run_id: str, *, reason: str | None = None, wait: bool = False, connection: Any = None
@@ -949,7 +956,7 @@ class Engine:
 
     # What the store and the worker tell
 
-    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
         """A commit of this process: resolve who waits for the end of a run, wake the claims for what is pending."""
         if self._outage.away:
             self._outage.away = False
@@ -959,6 +966,7 @@ class Engine:
                 driver.wake()
         if self._limits and self._worker is not None and any(map(self._frees, changed)):
             self._worker.wake()
+        took = {one.run.run_id for one in taken}
         for run in changed:
             if run.terminal and run.handoff_run_id is None:
                 driver = self._resident.get(run.run_id)
@@ -978,10 +986,12 @@ class Engine:
             elif run.status == Status.SUSPENDED:
                 if run.wake_at_ms is not None:
                     self._worker.expect(run.wake_at_ms)
-            elif run.run_id not in self._resident:
+            elif run.run_id not in self._resident and run.run_id not in took:
                 # Born as this worker's. Driven from here and not by `start`: its caller may be gone by now, and a run
                 # owned by a living worker that does not drive it would never go on.
                 self.adopt(run, Head(run_key=run.run_key, version=1, owner=self._worker.key, epoch=1), NOTHING)
+        if taken and self._worker is not None:
+            self._worker.take(taken)
         for event in self._moved:
             event.set()
 
@@ -1076,7 +1086,7 @@ class Engine:
 
     def free_slots(self) -> int:
         """How many more runs may be resident; those that are being born or claimed count."""
-        claiming = 0 if self._worker is None else self._worker.claiming
+        claiming = 0 if self._worker is None else self._worker.claiming + self._worker.taking
         return self._concurrency - len(self._resident) - len(self._births) - claiming
 
     def look_at(self, keys: set[int], versions: Mapping[int, int]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from keiro import history
-from keiro.decisions import Appended, EndGrace, Fire
+from keiro.decisions import Appended, EndGrace, Fire, Taken
 from keiro.errors import StoreError
 from keiro.history import History, load
 from keiro.lanes import pinned, split
@@ -87,6 +87,8 @@ class Worker:
         self._look_at = 0.0  # when the claims look again by themselves, in the store's milliseconds
         self._due_at = 0.0  # when a clock is due next, as far as is known here
         self.claiming = 0  # how many runs a claim that is under way may bring
+        self.taking = 0  # how many have become ours without one, and are not driven yet
+        self._takes: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: set[str] = set()
         self._sealed = False
@@ -174,6 +176,37 @@ class Worker:
                     self._employer.look_at(keys, versions)
             except Exception as error:
                 self._trouble(error)
+
+    def take(self, taken: Sequence[Taken]) -> None:
+        """Drive runs that have become this worker's without a claim."""
+        mine = [one for one in taken if one.head.owner == self.key]
+        if mine:
+            self.taking += len(mine)
+            task = asyncio.get_running_loop().create_task(self._take(mine), name="keiro takes")
+            self._takes.add(task)
+            task.add_done_callback(self._takes.discard)
+
+    async def _take(self, taken: Sequence[Taken]) -> None:
+        key = self.key
+        try:
+            runs = [(one.run, one.head) for one in taken if one.sure or await self._is_ours(one)]
+            histories = await self._history(key, runs)
+        except Exception as error:
+            self._trouble(error)
+            return
+        finally:
+            self.taking -= len(taken)
+        if self._sealed or not self._claims or self.key != key:
+            return  # as after a claim: the end of the incarnation hands them back
+        for run, head in runs:
+            self._employer.adopt(run, head, histories[run.run_key])
+
+    async def _is_ours(self, one: Taken) -> bool:
+        """Whether the run is still this worker's as it was told, and nobody drives it here."""
+        if one.run.run_key in self._employer.resident_keys():
+            return False
+        found = await self._store.head(one.run.run_id)
+        return found is not None and (found[1].owner, found[1].epoch) == (one.head.owner, one.head.epoch)
 
     # Claiming
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from keiro.decisions import Append, Command, Decision, Outcome, Spawn, Start, Stored
+from keiro.decisions import Append, Command, Decision, Outcome, Spawn, Start, Stored, Taken
 from keiro.errors import StoreUnavailable
 from keiro.events import WorkflowStarted
 from keiro.limits import NO_LIMITS, Limits
@@ -85,9 +85,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 class Listener(Protocol):
     """What an engine wants to hear from its store, on the event-loop thread."""
 
-    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
-        """A transaction of this process committed; these rows of `keiro_runs` changed, and to the runs `touched` others
-        than their owners appended. Called once per commit."""
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
+        """A transaction of this process committed; these rows of `keiro_runs` changed, to the runs `touched` others
+        than their owners appended, and the runs `taken` are this process's now. Called once per commit."""
 
     def woken(self) -> None:
         """Another process committed something, or may have."""
@@ -243,16 +243,20 @@ class Store(Protocol):
         """Make pending every run whose owner is no listed worker; whether there were any."""
 
 
-def published(decisions: Sequence[Decision]) -> tuple[list[Run], list[str]]:
+def published(decisions: Sequence[Decision]) -> tuple[list[Run], list[str], list[Taken]]:
     """What a listener is told of decisions that are committed."""
-    return [run for one in decisions for run in one.changed], [name for one in decisions for name in one.touched]
+    return (
+        [run for one in decisions for run in one.changed],
+        [name for one in decisions for name in one.touched],
+        [one.taken for one in decisions if one.taken is not None],
+    )
 
 
-def tell(listener: Listener, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+def tell(listener: Listener, changed: Sequence[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
     """Tell of a commit. What a listener raises undoes nothing, and must stop neither who sent a command nor the task
     that writes: everybody would wait for ever for what they send."""
     try:
-        listener.committed(changed, touched)
+        listener.committed(changed, touched, taken)
     except Exception as error:
         log.error("who was told of a commit raised; what was committed stays", exc_info=error)
 

@@ -36,6 +36,7 @@ from keiro.decisions import (
     Outcome,
     Rounds,
     Stored,
+    Taken,
     Write,
     decide,
 )
@@ -378,8 +379,8 @@ class MemoryStore:
         """A transaction that was not ours to commit has ended: look, here and in other processes, what it wrote."""
         self.listener.woken()
 
-    def _publish(self, changed: list[Run], touched: Sequence[str] = ()) -> None:
-        tell(self.listener, changed, touched)
+    def _publish(self, changed: list[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
+        tell(self.listener, changed, touched, taken)
         for other in list(self._db.open_stores):
             if other is not self:
                 with suppress(RuntimeError):  # its event loop ended before its engine was closed: nobody listens

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from keiro.codec import Codec
-from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
+from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, Taken, born, releases
 from keiro.errors import KeiroError, StoreError, StoreUnavailable
 from keiro.lanes import pinned
 from keiro.limits import NO_LIMITS, Limits, let_through
@@ -359,8 +359,8 @@ class PostgresStore:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _published(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
-        tell(self.listener, changed, touched)
+    def _published(self, changed: Sequence[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
+        tell(self.listener, changed, touched, taken)
         if (changed or touched) and not self._alone:
             self._notify()
 

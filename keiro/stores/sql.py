@@ -76,6 +76,7 @@ class Tables:
         self.link_run = f"UPDATE {runs} SET parent_run_id = ?, on_cancel = ? WHERE run_key = ?"
         self.insert_head = f"INSERT INTO {heads} (run_key, version, owner, epoch) VALUES (?, ?, ?, ?)"
         self.update_head = f"UPDATE {heads} SET version = ?, owner = ? WHERE run_key = ?"
+        self.take_head = f"UPDATE {heads} SET version = ?, owner = ?, epoch = epoch + 1 WHERE run_key = ?"
         # The fence, the version and the proof that the owner's memory is current, in one statement.
         self.advance = f"UPDATE {heads} SET version = ? WHERE run_key = ? AND version = ? AND owner = ? AND epoch = ?"
         self.advance_and_release = self.advance.replace("version = ?", "version = ?, owner = NULL", 1)

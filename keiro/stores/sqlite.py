@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from keiro.codec import Codec
-from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, born, releases
+from keiro.decisions import Append, Appended, Command, Outcome, Start, Stored, Taken, born, releases
 from keiro.errors import KeiroError, ProjectionFailed, StoreBusy, StoreError, StoreUnavailable
 from keiro.lanes import pinned
 from keiro.limits import NO_LIMITS, Limits, let_through
@@ -72,11 +72,13 @@ _SYNCHRONOUS: Final = {"full": "FULL", "normal": "NORMAL"}
 
 @dataclass(slots=True)
 class _Done:
-    """What a transaction did: the answers to its commands, the rows of runs it changed, the runs it touched."""
+    """What a transaction did: the answers to its commands, the rows of runs it changed, the runs it touched, those
+    that it has given to this process."""
 
     settled: list[tuple[Pending, Outcome]] = field(default_factory=list)
     changed: list[Run] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
 
 
 class SQLiteStore:
@@ -182,8 +184,8 @@ class SQLiteStore:
         with suppress(StoreError):
             self._wake.peers([w.address for w in self._sql.to_workers(self._select(self._sql.text.list_workers, ()))])
 
-    def _published(self, changed: Sequence[Run], touched: Sequence[str]) -> None:
-        tell(self.listener, changed, touched)
+    def _published(self, changed: Sequence[Run], touched: Sequence[str], taken: Sequence[Taken] = ()) -> None:
+        tell(self.listener, changed, touched, taken)
         if changed or touched:
             self._wake.send()
 
@@ -227,7 +229,7 @@ class SQLiteStore:
         self._busy_since = None
         for pending, outcome in done.settled:
             pending.settle(outcome)
-        self._published(done.changed, done.touched)
+        self._published(done.changed, done.touched, done.taken)
         return None
 
     def _fail(self, pending: Pending, error: Exception) -> None:
@@ -313,7 +315,7 @@ class SQLiteStore:
         snapshot.accept()
         for pending, outcome in done.settled:
             pending.settle(outcome)
-        self._published(done.changed, done.touched)
+        self._published(done.changed, done.touched, done.taken)
 
     def _write_known(self, batch: list[Pending]) -> _Done | None:
         """Write commands whose senders know the state, all at once; None if one of them was wrong."""
@@ -389,10 +391,11 @@ class SQLiteStore:
                     self._write_left([pending], done)
             return
         self._conn.execute("RELEASE some")
-        changed, touched = published(decisions)
+        changed, touched, taken = published(decisions)
         done.settled += [(pending, decision.outcome) for pending, decision in zip(batch, decisions, strict=True)]
         done.changed += changed
         done.touched += touched
+        done.taken += taken
 
     def _drive(self, program: Program[T]) -> T:
         try:

@@ -326,6 +326,7 @@ class _Work:
             first.setdefault(write.run_id, write)
             last[write.run_id] = write
         births = [run_id for run_id, write in first.items() if write.before is None]
+        takes = {write.run_id for write in writes if write.takes}
         known = {
             run_id: last[run_id].run.run_key or self._keys[run_id]
             for run_id, write in first.items()
@@ -337,7 +338,8 @@ class _Work:
         statements += [(text.insert_born_head, (name, head.version, head.owner, head.epoch)) for name, head in heads]
         for run_id, key in known.items():
             head = last[run_id].head
-            statements.append((text.update_head, (head.version, head.owner, key)))
+            text_of_head = text.take_head if run_id in takes else text.update_head
+            statements.append((text_of_head, (head.version, head.owner, key)))
         for run_id, key in known.items():
             if last[run_id].run is not first[run_id].before:
                 *values, _ = sql.changed_values(last[run_id].run)

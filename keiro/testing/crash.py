@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from keiro.decisions import Taken
 from keiro.engine import Engine
 from keiro.errors import InvalidCall
 from keiro.rows import Run
@@ -43,10 +44,10 @@ class CrashPoints:
         if self.passed == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = (), taken: Sequence[Taken] = ()) -> None:
         """A commit that nobody was told of yet."""
         self.reach()
-        self._engine.committed(changed, touched)
+        self._engine.committed(changed, touched, taken)
 
     def woken(self) -> None:
         """Another process committed."""

@@ -389,8 +389,8 @@ async def test_wf_126_what_is_recorded_is_found_without_any_wake(make_engine: Ma
         class Deaf:
             """A listener that is not told what others appended."""
 
-            def committed(self, changed: Any, touched: Any = ()) -> None:
-                listener.committed(changed)
+            def committed(self, changed: Any, touched: Any = (), taken: Any = ()) -> None:
+                listener.committed(changed, (), taken)
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(listener, name)

@@ -233,7 +233,7 @@ async def test_every_change_of_owner_is_a_new_epoch(make_engine: MakeEngine) -> 
 
     async with make_engine(worker=False) as engine:
         store, mine = engine.store, worker_of(engine).key
-        engine.committed = lambda changed, touched=(): None  # type: ignore[method-assign]
+        engine.committed = lambda changed, *others: None  # type: ignore[method-assign]
         await engine.start(owned, id="a")
         assert await epoch() == (None, 0)
         ((run, head),) = await store.claim(mine, ["owned"], 1)
@@ -290,7 +290,7 @@ async def test_a_start_that_is_sent_again_is_told_again_and_only_its_own_is_driv
     if it is still its own: in the first epoch, of this worker."""
     async with make_engine(worker=False) as engine:
         told: list[Any] = []
-        engine.committed = lambda changed, touched=(): told.extend(run.run_id for run in changed)  # type: ignore[method-assign]
+        engine.committed = lambda changed, *others: told.extend(run.run_id for run in changed)  # type: ignore[method-assign]
         store, mine = engine.store, worker_of(engine).key
         other = await store.register(Incarnation("other", "host", 1, "1"))
         event = WorkflowStarted(workflow="owned", key="a", input=Raw(b'{"n":1}'))

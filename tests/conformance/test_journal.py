@@ -224,7 +224,7 @@ async def test_l10_a_rollback_takes_the_entry_its_identity_and_its_news_along(
     async with make_engine(worker=False) as engine:
         handle = await engine.start(held_workflow, id="a")
         told: list[Any] = []
-        engine.committed = lambda changed, touched=(): told.append(changed)  # type: ignore[method-assign]
+        engine.committed = lambda changed, *others: told.append(changed)  # type: ignore[method-assign]
         one = step_event("held_workflow", "a", "x", b'"undone"')
         with closing(connect()) as connection:
             connection.execute("BEGIN IMMEDIATE" if store_url.startswith("sqlite") else "BEGIN")

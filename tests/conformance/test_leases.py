@@ -369,7 +369,7 @@ async def test_a_start_that_commits_while_the_engine_closes_is_handed_back_undri
     late: list[Any] = []
 
     class Late:
-        def committed(self, changed: Any, touched: Any = ()) -> None:
+        def committed(self, changed: Any, touched: Any = (), taken: Any = ()) -> None:
             late.append(changed)
 
         def woken(self) -> None:
@@ -539,7 +539,7 @@ async def test_a_worker_adopts_what_nobody_listed_owns_when_it_starts_and_when_i
     async with make_engine(worker=False) as client:
         event = WorkflowStarted(workflow="held_workflow", key="a", input=Raw(b"{}"))
         orphan = Start("wf:held_workflow-a", new(event, b"0123456789abcdef"), client.wall_ms(), 987_654)
-        client.committed = lambda changed, touched=(): None  # type: ignore[method-assign]
+        client.committed = lambda changed, *others: None  # type: ignore[method-assign]
         if when == "starts":
             await client.store.submit(orphan)
         async with make_engine(held_workflow) as engine:

@@ -41,7 +41,7 @@ _numbers = itertools.count(1)
 class Nobody:
     """Listens to a store and does nothing about it."""
 
-    def committed(self, changed: Sequence[Run], touched: Sequence[str] = ()) -> None:
+    def committed(self, changed: Sequence[Run], touched: Sequence[str] = (), taken: object = ()) -> None:
         pass
 
     def woken(self) -> None:
