@@ -1022,10 +1022,10 @@ def _told_again(run: Run, step: str) -> Generator[Need, Any, StepRecorded | None
 
 
 def _fire(command: Fire) -> Deciding:
-    found: Loaded | None = yield One(command.run_id)
-    if found is None:
+    ids = StepIds(*parse_run_id(command.run_id))
+    loaded: Loaded | None = yield One(command.run_id, ids(suspended_step(command.version - 1)))
+    if loaded is None:
         return Decision(UnknownRun())
-    loaded: Loaded = yield One(command.run_id, _ids_of(found.run)(suspended_step(command.version - 1)))
     if loaded.present is None or loaded.run.status != Status.SUSPENDED or loaded.head.version != command.version:
         # Something came after it was parked: whoever drives the run on decides what was first.
         return Decision(VersionConflict(loaded.head.version))
