@@ -3,6 +3,9 @@
 The public names, nothing else; stores are imported when an engine opens.
 """
 
+from keiro.attempts import Attempt as Attempt
+from keiro.attempts import attempt as attempt
+from keiro.attempts import heartbeat as heartbeat
 from keiro.blocking import blocking as blocking
 from keiro.commands import event as event
 from keiro.definition import Workflow as Workflow
@@ -15,6 +18,7 @@ from keiro.errors import ChildFailed as ChildFailed
 from keiro.errors import CleanupOnly as CleanupOnly
 from keiro.errors import DecodeFailed as DecodeFailed
 from keiro.errors import DeferredCancelled as DeferredCancelled
+from keiro.errors import EffectUnknown as EffectUnknown
 from keiro.errors import FenceLost as FenceLost
 from keiro.errors import InvalidCall as InvalidCall
 from keiro.errors import InvalidCursor as InvalidCursor

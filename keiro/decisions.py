@@ -34,7 +34,16 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import Failure
-from keiro.identity import StepIds, again, child_result_step, child_step, deferred_step, parse_run_id, suspended_step
+from keiro.identity import (
+    StepIds,
+    again,
+    begun_step,
+    child_result_step,
+    child_step,
+    deferred_step,
+    parse_run_id,
+    suspended_step,
+)
 from keiro.projections import run_parents
 from keiro.projections.run_parents import Edge
 from keiro.projections.runs import claimed, project
@@ -1150,6 +1159,9 @@ def _retracted(
     number = 0
     while True:
         recorded: Loaded = yield One(run.run_id, ids(again(step, number)))
+        if recorded.present is None:
+            # One that has no result may have attempts that keep it from being run again.
+            recorded = yield One(run.run_id, ids(begun_step(step, number)))
         if recorded.present is None:
             return
         number += 1

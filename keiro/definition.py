@@ -15,6 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from keiro.codec import Decoder, InputCodec, input_codec, result_decoder
 from keiro.errors import InvalidCall
+from keiro.history import IRREVERSIBLE
 from keiro.identity import check_step_name, check_workflow_name
 from keiro.lanes import lane
 from keiro.limits import check_queue_name
@@ -63,11 +64,17 @@ class Step:
         "__dict__",
         "__weakref__",
         "cleanup",
+        "compensate",
         "decode",
         "fn",
+        "idempotency_key",
+        "idle_timeout",
         "is_async",
         "name",
+        "preimage",
+        "restore",
         "retry",
+        "tier",
         "timeout",
         "transactional",
     )
@@ -80,6 +87,12 @@ class Step:
         retry: Retry | None = None,
         timeout: float | timedelta | None = None,
         cleanup: bool = False,
+        tier: str | None = None,
+        idempotency_key: Callable[..., str] | None = None,
+        preimage: Callable[..., Any] | None = None,
+        restore: Callable[..., Any] | None = None,
+        compensate: Callable[..., Any] | None = None,
+        idle_timeout: float | timedelta | None = None,
     ) -> None:
         if not callable(fn):
             raise InvalidCall(f"a step must be a function or another callable, not {fn!r}")
@@ -92,6 +105,12 @@ class Step:
             raise InvalidCall(f"cleanup of step {self.name!r} is True or False, not {cleanup!r:.300}")
         self.cleanup = cleanup
         self.transactional = False
+        self.tier = _tier_of(self.name, tier, idempotency_key, preimage, restore, compensate)
+        self.idle_timeout = seconds(idle_timeout, f"idle_timeout of step {self.name!r}")
+        self.idempotency_key = idempotency_key
+        self.preimage = None if preimage is None else step_of(preimage)
+        self.restore = None if restore is None else step_of(restore)
+        self.compensate = None if compensate is None else step_of(compensate)
         self.decode: Decoder = result_decoder(fn, where=f"result of step {self.name!r}")
         functools.update_wrapper(self, fn, updated=())
 
@@ -113,6 +132,36 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<step {self.name}>"
+
+
+SEALED: Final = "sealed"
+COMPENSABLE: Final = "compensable"
+
+
+def _tier_of(
+    name: str, tier: str | None, key: object, preimage: object, restore: object, compensate: object
+) -> str | None:
+    """The tier of a step; raise `InvalidCall` for one that there is not, or options that it does not have."""
+    if tier not in (None, SEALED, COMPENSABLE, IRREVERSIBLE):
+        raise InvalidCall(
+            f"tier of step {name!r} is 'sealed', 'compensable', 'irreversible' or None, not {tier!r:.300}"
+        )
+    options = {
+        "idempotency_key": (key, IRREVERSIBLE),
+        "preimage": (preimage, COMPENSABLE),
+        "restore": (restore, COMPENSABLE),
+        "compensate": (compensate, COMPENSABLE),
+    }
+    for option, (given, of) in options.items():
+        if given is None:
+            continue
+        if not callable(given):
+            raise InvalidCall(f"{option} of step {name!r} is a function, not {given!r:.300}")
+        if tier != of:
+            raise InvalidCall(f"{option} of step {name!r} belongs to tier={of!r}, and the step has tier={tier!r}")
+    if (preimage is None) != (restore is None):
+        raise InvalidCall(f"step {name!r} needs both, preimage= to take and restore= to put back, or neither")
+    return tier
 
 
 _MADE: Final = "__keiro_step__"
@@ -142,6 +191,12 @@ def step(
     retry: Retry | None = None,
     timeout: float | timedelta | None = None,
     cleanup: bool = False,
+    tier: str | None = None,
+    idempotency_key: Callable[..., str] | None = None,
+    preimage: Callable[..., Any] | None = None,
+    restore: Callable[..., Any] | None = None,
+    compensate: Callable[..., Any] | None = None,
+    idle_timeout: float | timedelta | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 def step(
     fn: Callable[..., Any] | None = None,
@@ -151,16 +206,42 @@ def step(
     retry: Retry | None = None,
     timeout: float | timedelta | None = None,
     cleanup: bool = False,
+    tier: str | None = None,
+    idempotency_key: Callable[..., str] | None = None,
+    preimage: Callable[..., Any] | None = None,
+    restore: Callable[..., Any] | None = None,
+    compensate: Callable[..., Any] | None = None,
+    idle_timeout: float | timedelta | None = None,
 ) -> Any:
     """Give a function the options it has as a step: its name, retries, and a timeout in seconds for each attempt.
 
     The function may be async or plain; a plain one runs in a thread, and its timeout counts from when one is free for
     it. It stays callable as before. With `cleanup` it may also be called in a run of a workflow with a cleanup that is
     asked to end, and is not interrupted by the request.
+
+    `tier` says what its effect is. `irreversible`: the attempt is recorded before it begins; one that was interrupted
+    is not repeated (`EffectUnknown`), unless `idempotency_key`, a function of the step's arguments, gives a text by
+    which whoever performs the effect knows it again; retries need one. `compensable`: what `preimage(*args)` returns is
+    recorded before the body, and `restore(that, *args)` is called before it is run again; `compensate(result, *args)`
+    undoes it, when the body calls `run.compensate()`. `sealed`: nothing outside sees it.
+
+    An attempt that calls `keiro.heartbeat()` less often than every `idle_timeout` seconds raises `TimeoutError`.
     """
 
     def decorate(fn: Callable[..., Any]) -> Step:
-        return Step(fn, name=name, retry=retry, timeout=timeout, cleanup=cleanup)
+        return Step(
+            fn,
+            name=name,
+            retry=retry,
+            timeout=timeout,
+            cleanup=cleanup,
+            tier=tier,
+            idempotency_key=idempotency_key,
+            preimage=preimage,
+            restore=restore,
+            compensate=compensate,
+            idle_timeout=idle_timeout,
+        )
 
     return decorate if fn is None else decorate(fn)
 

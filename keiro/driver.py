@@ -22,11 +22,12 @@ from typing import Any, Final, Protocol
 from weakref import ReferenceType, ref
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from keiro import codec, history
 from keiro.asked import Asked
+from keiro.attempts import MOST_BYTES, Attempt, inside
 from keiro.attributes import MOST as MOST_ATTRIBUTES
 from keiro.attributes import STEP as ATTRIBUTES
 from keiro.attributes import merged
@@ -50,9 +51,10 @@ from keiro.decisions import (
     fold,
     new,
 )
-from keiro.definition import Step, Workflow
+from keiro.definition import COMPENSABLE, Step, Workflow
 from keiro.errors import (
     ContinueAsNew,
+    EffectUnknown,
     InvalidCall,
     NonDeterminism,
     PayloadRejected,
@@ -65,6 +67,8 @@ from keiro.errors import (
 )
 from keiro.events import (
     AttemptFailed,
+    AttemptProgressed,
+    AttemptStarted,
     Event,
     StateChanged,
     StepRecorded,
@@ -77,8 +81,19 @@ from keiro.events import (
     WorkflowStarted,
 )
 from keiro.failures import capture, revive, summary
-from keiro.history import History, Recorded, Request, check_contiguous, decode_step, past_of, read_step, request_of
-from keiro.identity import StepIds, again, check_key, child_step, parse_run_id, run_id, token_step
+from keiro.history import (
+    IRREVERSIBLE,
+    Begun,
+    History,
+    Recorded,
+    Request,
+    check_contiguous,
+    decode_step,
+    past_of,
+    read_step,
+    request_of,
+)
+from keiro.identity import StepIds, again, begun_step, check_key, child_step, parse_run_id, run_id, token_step
 from keiro.mapper import EventMapper
 from keiro.projections.run_parents import closes
 from keiro.projections.waits import Spawned
@@ -158,8 +173,7 @@ class Strand:
         self.rng: random.Random | None = None
 
 
-_strand: ContextVar[Strand | tuple[Driver, str] | None] = ContextVar("keiro_strand", default=None)
-"""Where the current task stands in the body of a run, or in which step of it."""
+_strand: ContextVar[Strand | tuple[Driver, str, int] | None] = inside
 
 # A run without commands needs no queue of its own: an empty deque takes more memory than the rest of the driver.
 _NO_EVENTS: Final[deque[Stored]] = deque(maxlen=0)
@@ -170,6 +184,7 @@ class Driver:
 
     __slots__ = (
         "__weakref__",
+        "_attempts",
         "_begun",
         "_behind",
         "_called",
@@ -179,6 +194,7 @@ class Driver:
         "_consumed",
         "_handoff",
         "_history",
+        "_idle",
         "_ids",
         "_in_flight",
         "_instance",
@@ -189,6 +205,7 @@ class Driver:
         "_names",
         "_past",
         "_patches",
+        "_progress",
         "_raced",
         "_reading",
         "_recording",
@@ -196,6 +213,7 @@ class Driver:
         "_root",
         "_spawned",
         "_told",
+        "_undo",
         "_unseen",
         "_version",
         "_waits",
@@ -260,6 +278,10 @@ class Driver:
         self._told: set[str] | None = None  # of those that were consumed, what the journal says
         self._spawned: dict[str, int] | None = None
         self._keeping: Task[None] | None = None
+        self._attempts: dict[str, Begun] | None = None  # those the journal knows of, of steps without a result
+        self._idle: dict[str, tuple[asyncio.Timeout, float]] | None = None
+        self._progress: dict[str, tuple[bytes, Task[None]]] | None = None
+        self._undo: dict[str, tuple[int, Step, Any, tuple[Any, ...], dict[str, Any]]] | None = None
 
     # Life
 
@@ -372,7 +394,7 @@ class Driver:
         # More than the head had at the claim, where somebody appended before the history was read.
         self._version = self._known = stored[-1].version if stored else max(after, self._known)
         past = past_of(self.run.run_id, stored, snapshots)
-        self._history, self._clocks, self._retracted, self._told, request = past
+        self._history, self._clocks, self._retracted, self._told, request, self._attempts = past
         if request is not None:
             self._ask(request)
             # What came from outside after the request is not delivered: nobody waited for it any more.
@@ -857,7 +879,10 @@ class Driver:
             await self._deliver(found.version)
         if failed is not None:
             raise revive(failed.failure)
-        return step.decode(found.result)
+        value = step.decode(found.result)
+        if step.compensate is not None:
+            self._can_undo(found.version, name, step, value, args, kwargs)
+        return value
 
     async def _execute(
         self,
@@ -874,6 +899,13 @@ class Driver:
         self._begun += 1
         # An annotation that no JSON can be read as is refused before the effect, not after it.
         step.decode.compile()
+        if step.tier == IRREVERSIBLE and retry is not None and step.idempotency_key is None:
+            raise InvalidCall(
+                f"step {name!r} is irreversible and has retries: without idempotency_key= a second attempt could "
+                "perform its effect twice. Give it one, or no retry"
+            )
+        if self._attempts is not None and (known := self._attempts.get(name)) is not None:
+            attempt = max(attempt, known.attempt + known.failed)  # one that was interrupted goes on under its number
         digest = codec.digest(args, kwargs) if args or kwargs else None
         while True:
             if self.draining is not None:
@@ -887,15 +919,17 @@ class Driver:
                 raise RunSealed(_sealed(self.run.run_id))
             started = host.wall_ms()
             self._in_flight += 1
-            inside = _strand.set((self, name))
+            outside = _strand.set((self, name, attempt))
             try:
                 try:
+                    if step.tier is not None and not step.transactional:
+                        await self._admit(step, name, attempt, args, kwargs)
                     if step.transactional:
                         record = partial(_recorded, name, attempt, started, digest)
                         payload, outcome, strand.now_ms = await self._perform(step, args, kwargs, timeout, name, record)
                     else:
-                        if timeout is not None:
-                            value = await _limited(step, args, kwargs, timeout)
+                        if timeout is not None or step.idle_timeout is not None:
+                            value = await self._timed(step, name, args, kwargs, timeout)
                         elif step.is_async:
                             value = await step.fn(*args, **kwargs)
                         else:
@@ -915,6 +949,8 @@ class Driver:
                     outcome, strand.now_ms = await self._record(new(failed, uuid.uuid4().bytes))
                     again_at = failed.next_attempt_at_ms
                     then = "it is raised in the body" if again_at is None else "it is tried again"
+                    if self._attempts is not None and (known := self._attempts.get(name)) is not None:
+                        known.attempt, known.failed = attempt, True
                     told = summary(failed.failure)
                     host.report("attempt_failed", self.run.run_id, step=name, attempt=attempt, error=told, then=then)
                     if self.workflow.aggregate is not None:
@@ -932,12 +968,17 @@ class Driver:
                         payload = bytes(decode_step(outcome.stored.payload).result)
                     if self.workflow.aggregate is not None:
                         await self._deliver(self._version_of(outcome))
+                    if self._attempts is not None:
+                        self._attempts.pop(name, None)
                     # Decoded only now: a value that its own annotation cannot read raises every time, but its effect
                     # is not repeated.
-                    return step.decode(payload)
+                    value = step.decode(payload)
+                    if step.compensate is not None:
+                        self._can_undo(self._version_of(outcome), name, step, value, args, kwargs)
+                    return value
             finally:
                 try:
-                    _strand.reset(inside)
+                    _strand.reset(outside)
                 except ValueError:
                     pass  # what was left suspended is closed by whoever collects it, in a context of its own
                 self._in_flight -= 1
@@ -945,6 +986,135 @@ class Driver:
                     self.seal()
             await self._pause(name, again_at)
             attempt += 1
+
+    # Attempts
+
+    async def _admit(self, step: Step, name: str, attempt: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a tier asks for before an attempt: that it is known before anything of its effect may have happened."""
+        known = None if self._attempts is None else self._attempts.get(name)
+        key: str | None = None
+        preimage: Raw | UnsetType = UNSET
+        if step.tier == IRREVERSIBLE:
+            key = None if step.idempotency_key is None else step.idempotency_key(*args, **kwargs)
+            if key is not None and (not isinstance(key, str) or not key):
+                raise InvalidCall(f"idempotency_key of step {name!r} must give a text, and gave {key!r:.200}")
+            if key is None and known is not None:
+                raise EffectUnknown(
+                    f"{self.run.run_id}: attempt {known.attempt} of the irreversible step {name!r} was interrupted, "
+                    "and nobody knows whether its effect happened. It has no idempotency key, so it is not repeated: "
+                    "find out, and catch this in the body, or allow another attempt by engine.retract_step and "
+                    "engine.resurrect"
+                )
+        elif step.tier == COMPENSABLE:
+            if known is not None and known.preimage is not UNSET and step.restore is not None:
+                await _run(step.restore, (msgspec.json.decode(known.preimage), *args), kwargs)
+            if (known is None or known.failed) and step.preimage is not None:
+                taken = await _run(step.preimage, args, kwargs)
+                where = f"preimage of step {name!r}"
+                preimage = Raw(codec.encode(taken, where=where, limit=self.host.payload_limit))
+        else:
+            return
+        if known is not None and not known.failed:
+            return  # it is recorded that this attempt has begun
+        started = AttemptStarted(step=name, attempt=attempt, tier=step.tier, idempotency_key=key, preimage=preimage)
+        retractions = self._retracted.get(name, 0) if self._retracted else 0
+        event_id = self._ids(begun_step(name, retractions)) if known is None else uuid.uuid4().bytes
+        await self._record(new(started, event_id))
+        if self._attempts is None:
+            self._attempts = {}
+        checkpoint = None if known is None else known.checkpoint
+        self._attempts[name] = Begun(attempt, step.tier, key, preimage, checkpoint)
+
+    def attempt(self, step: str, number: int) -> Attempt:
+        """What is known of an attempt that is under way."""
+        known = None if self._attempts is None else self._attempts.get(step)
+        return Attempt(
+            self.run.run_id,
+            step,
+            number,
+            (None if known is None else known.key) or f"{self.run.run_id}/{self._again(step)}",
+            None if known is None or known.checkpoint is None else msgspec.json.decode(known.checkpoint),
+        )
+
+    def beat(self, step: str, number: int, *checkpoint: Any) -> None:
+        """A sign of life of an attempt; from any thread."""
+        payload = None
+        if checkpoint:
+            payload = codec.encode(checkpoint[0], where=f"checkpoint of step {step!r}", limit=MOST_BYTES)
+        if asyncio._get_running_loop() is self._loop:
+            self._beat(step, number, payload)
+        else:
+            self._loop.call_soon_threadsafe(self._beat, step, number, payload)
+
+    def _beat(self, step: str, number: int, payload: bytes | None) -> None:
+        if self._idle is not None and (timed := self._idle.get(step)) is not None and not timed[0].expired():
+            timed[0].reschedule(self._loop.time() + timed[1])
+        if payload is None or self.sealed or self.over:
+            return
+        if self._progress is None:
+            self._progress = {}
+        if step not in self._progress:
+            task = self._loop.create_task(self._record_progress(step, number), name=f"progress {self.run.run_id}")
+            self._progress[step] = (payload, task)
+        else:
+            self._progress[step] = (payload, self._progress[step][1])
+
+    async def _record_progress(self, step: str, number: int) -> None:
+        """Record checkpoints of an attempt, the newest of those that came while the last one was being recorded."""
+        assert self._progress is not None
+        recorded: bytes | None = None
+        try:
+            while (payload := self._progress[step][0]) is not recorded:
+                progress = AttemptProgressed(step=step, attempt=number, checkpoint=Raw(payload))
+                await self._record(new(progress, uuid.uuid4().bytes))
+                recorded = payload
+                if self._attempts is None:
+                    self._attempts = {}
+                self._attempts.setdefault(step, Begun(number)).checkpoint = Raw(payload)
+        except RunSealed:
+            pass  # whoever drives the run now goes on from the last one that was recorded
+        finally:
+            del self._progress[step]
+
+    async def _timed(
+        self, step: Step, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> Any:
+        if step.idle_timeout is None:
+            return await _limited(step, args, kwargs, timeout)
+        if self._idle is None:
+            self._idle = {}
+        try:
+            async with asyncio.timeout(step.idle_timeout) as limit:
+                self._idle[name] = (limit, step.idle_timeout)
+                return await _limited(step, args, kwargs, timeout)
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"step {step.name!r} sent no heartbeat for {step.idle_timeout:g} s") from None
+            raise
+        finally:
+            del self._idle[name]
+
+    def _can_undo(
+        self, version: int, name: str, step: Step, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._undo is None:
+            self._undo = {}
+        self._undo[name] = (version, step, value, args, kwargs)
+
+    def compensate(self) -> Coroutine[Any, Any, None]:
+        """Undo what compensable steps have done, the newest first."""
+        self._here()
+        return self._compensate()
+
+    async def _compensate(self) -> None:
+        while self._undo:
+            # By the order of their records, which is that of every replay.
+            name = max(self._undo, key=lambda name: self._undo[name][0])  # type: ignore[index]
+            _, step, value, args, kwargs = self._undo.pop(name)
+            assert step.compensate is not None
+            undoing = copy.copy(step.compensate)
+            undoing.cleanup = True  # what was done is undone, also in a run that is asked to end
+            await self.step(undoing, (value, *args), kwargs, name=f"compensate:{name}", retry=None, timeout=None)
 
     def _check_not_interrupted(self, step: Step) -> None:
         """A step that was interrupted for the request counts as interrupted, whatever it made of it: a replay, which
@@ -954,7 +1124,7 @@ class Driver:
 
     def _next_attempt(self, retry: Retry | None, attempt: int, error: Exception) -> int | None:
         # A value that cannot be stored will not become storable by running the step again.
-        if retry is None or isinstance(error, PayloadRejected):
+        if retry is None or isinstance(error, PayloadRejected | EffectUnknown):
             return None
         delay = retry.delay(attempt, error, random.random())
         return None if delay is None else self.host.wall_ms() + round(delay * 1000)
@@ -1504,6 +1674,10 @@ def _is_handoff(error: BaseException) -> bool:
 
 def _recorded(name: str, attempt: int, started: int, digest: str | None, payload: bytes) -> StepRecorded:
     return StepRecorded(step=name, result=Raw(payload), attempt=attempt, started_at_ms=started, inputs_digest=digest)
+
+
+async def _run(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return await (step.fn(*args, **kwargs) if step.is_async else in_thread(step.fn, args, kwargs))
 
 
 async def _limited(

@@ -66,6 +66,8 @@ from keiro.lanes import lane_in
 from keiro.limits import Queue, check_priority, limits_of
 from keiro.lister import Lister
 from keiro.mapper import EventMapper
+from keiro.projections.attempts import AttemptRow
+from keiro.projections.attempts import attempts as fold_attempts
 from keiro.projections.base import Projection
 from keiro.projections.invariants import Finding
 from keiro.projections.steps import StepRow
@@ -782,6 +784,14 @@ class Engine:
         run = await self._row(run_id)
         stored = (await self.store.history([run.run_key]))[run.run_key]
         return fold_steps(self.mapper.decode_row(row, run_id) for row in stored)
+
+    async def attempts(self, run_id: str) -> list[AttemptRow]:
+        """The attempts of the steps of a run, in the order in which something was first recorded of each. Raises
+        `RunNotFound`."""
+        parse_run_id(run_id)
+        run = await self._row(run_id)
+        stored = (await self.store.history([run.run_key]))[run.run_key]
+        return fold_attempts(self.mapper.decode_row(row, run_id) for row in stored)
 
     async def rows(self, projection: Projection | type[Projection] | str, /, **equals: Any) -> list[Any]:
         """The rows of a projection, by its class or name, whose columns have the given values; by primary key.

@@ -60,6 +60,14 @@ class InvalidCursor(KeiroError, ValueError):
     code = "invalid_cursor"
 
 
+class EffectUnknown(KeiroError):
+    """An irreversible step was interrupted, so that nobody knows whether its effect happened, and it has no idempotency
+    key with which it could be repeated. Find out, then go on: catch this in the body, or allow another attempt by
+    `engine.retract_step` and `engine.resurrect`."""
+
+    code = "effect_unknown"
+
+
 class SourceChanged(KeiroError):
     """A cursor or revision is of another database, or of a newer state of this one than it has now."""
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import force_setattr, replace
 
 from keiro.errors import DecodeFailed
@@ -109,12 +109,27 @@ class StepRecorded(Event, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AttemptStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """An attempt that must be known before its body runs is about to run."""
+    """An attempt that must be known before its body runs is about to run: from here on its effect is intended, and
+    until its end is recorded nobody knows whether it happened."""
 
     TOPIC: ClassVar[str] = "AttemptStarted"
 
     step: str
     attempt: int
+    tier: str | None = None
+    idempotency_key: str | None = None
+    preimage: Raw | UnsetType = UNSET
+    """What a compensable step will change, as it was before."""
+
+
+class AttemptProgressed(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """An attempt that is under way has come to a checkpoint: should it end without a record, it is resumed there."""
+
+    TOPIC: ClassVar[str] = "AttemptProgressed"
+
+    step: str
+    attempt: int
+    checkpoint: Raw
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -267,6 +282,7 @@ ENGINE_EVENTS: Final[dict[str, type[Event]]] = {
         WorkflowStarted,
         StepRecorded,
         AttemptStarted,
+        AttemptProgressed,
         AttemptFailed,
         StateChanged,
         StepRetracted,

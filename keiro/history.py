@@ -11,14 +11,15 @@ from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType
 
 from keiro.decisions import Stored
 from keiro.errors import DecodeFailed, StoreError
-from keiro.events import AttemptFailed, StateChanged, StepRetracted
+from keiro.events import AttemptFailed, AttemptProgressed, AttemptStarted, StateChanged, StepRetracted
 
 EVERY: int = 2000
 """So many events make a snapshot."""
+IRREVERSIBLE: Final = "irreversible"
 MOST_BYTES: Final = 4 << 20
 """A run whose events are larger than that gets none: reading them is what takes the time, in whatever form."""
 
@@ -82,15 +83,29 @@ class Request(NamedTuple):
     reason: str | None
 
 
+class Begun(msgspec.Struct, gc=False):
+    """An attempt of a step that the journal knows of though the step has no result: its number, and what its next
+    execution needs. `failed` where it has ended; else its process was interrupted."""
+
+    attempt: int
+    tier: str | None = None
+    key: str | None = None
+    preimage: Raw | UnsetType = UNSET
+    checkpoint: Raw | None = None
+    failed: bool = False
+
+
 class Past(NamedTuple):
     """What the journal says of a run: the newest word on each step, when its clocks are due, how often each step was
-    retracted, which deferreds the body is said to have taken, and whether it is asked to end."""
+    retracted, which deferreds the body is said to have taken, whether it is asked to end, and the attempts that have
+    begun of steps without a result."""
 
     steps: dict[str, Recorded]
     clocks: dict[str, int] | None
     retracted: dict[str, int] | None
     consumed: set[str] | None
     request: Request | None
+    begun: dict[str, Begun] | None = None
 
 
 class Journal(Protocol):
@@ -107,6 +122,8 @@ decode_step: Final = msgspec.json.Decoder(Recorded).decode
 _decode_state: Final = msgspec.json.Decoder(StateChanged).decode
 _decode_retracted: Final = msgspec.json.Decoder(StepRetracted).decode
 _decode_failure: Final = msgspec.json.Decoder(AttemptFailed).decode
+_decode_begun: Final = msgspec.json.Decoder(AttemptStarted).decode
+_decode_progress: Final = msgspec.json.Decoder(AttemptProgressed).decode
 _decode_snapshot: Final = msgspec.json.Decoder(Snapshot).decode
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -164,7 +181,7 @@ def past_of(run_id: str, stored: Sequence[Stored], snapshots: Sequence[Snapshot]
         else:
             fold.merged(one)
     fold.events(stored)
-    return Past(fold.history, fold.clocks, fold.retracted, fold.consumed, fold.request)
+    return Past(fold.history, fold.clocks, fold.retracted, fold.consumed, fold.request, fold.begun)
 
 
 class _Fold:
@@ -175,6 +192,7 @@ class _Fold:
         self.retracted: dict[str, int] | None = None
         self.consumed: set[str] | None = None
         self.request: Request | None = None
+        self.begun: dict[str, Begun] | None = None
 
     def steps(self, recorded: Iterable[Recorded]) -> None:
         history, clocks = self.history, self.clocks
@@ -182,6 +200,8 @@ class _Fold:
             history[found.step] = found
             if clocks is not None:
                 clocks.pop(found.step, None)
+            if self.begun is not None:
+                self.begun.pop(found.step, None)
 
     def merged(self, snapshot: Snapshot) -> None:
         rows: list[_Step | _Other] = [*snapshot.steps, *snapshot.others]
@@ -204,6 +224,8 @@ class _Fold:
                 history[found.step] = found
                 if self.clocks is not None:
                     self.clocks.pop(found.step, None)
+                if self.begun is not None:
+                    self.begun.pop(found.step, None)
             else:
                 self.event(row)
 
@@ -232,8 +254,27 @@ class _Fold:
                 retracted[step] = retracted.get(step, 0) + 1
                 if self.clocks is not None:
                     self.clocks.pop(step, None)
+                if self.begun is not None:
+                    self.begun.pop(step, None)
+            case "AttemptStarted":
+                started = _decode_begun(row.payload)
+                self.begun = {} if self.begun is None else self.begun
+                before = self.begun.get(started.step)
+                checkpoint = None if before is None else before.checkpoint
+                self.begun[started.step] = Begun(
+                    started.attempt, started.tier, started.idempotency_key, started.preimage, checkpoint
+                )
+            case "AttemptProgressed":
+                progress = _decode_progress(row.payload)
+                if (known := self.history.get(progress.step)) is not None and known.failed is None:
+                    return  # it was on its way when the result was recorded
+                self.begun = {} if self.begun is None else self.begun
+                under_way = self.begun.setdefault(progress.step, Begun(progress.attempt))
+                under_way.attempt, under_way.checkpoint, under_way.failed = progress.attempt, progress.checkpoint, False
             case "AttemptFailed":
                 failed = _decode_failure(row.payload)
+                if self.begun is not None and (begun := self.begun.get(failed.step)) is not None:
+                    begun.attempt, begun.failed = failed.attempt, True
                 self.history[failed.step] = Recorded(
                     failed.step,
                     inputs_digest=failed.inputs_digest,
@@ -244,6 +285,9 @@ class _Fold:
             case "WorkflowRetried" | "WorkflowResurrected":
                 for name in [name for name, found in self.history.items() if found.failed is not None]:
                     del self.history[name]
+                if self.begun is not None:
+                    # What cannot be taken back stays known, whatever gets another chance.
+                    self.begun = {name: one for name, one in self.begun.items() if one.tier == IRREVERSIBLE}
 
     def _unreadable(self, row: Stored, error: Exception) -> DecodeFailed:
         return DecodeFailed(

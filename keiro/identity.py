@@ -139,6 +139,11 @@ def again(step: str, retractions: int) -> str:
     return f"{step}#retracted-{retractions}" if retractions else step
 
 
+def begun_step(step: str, retractions: int) -> str:
+    """The name of the event that says that the first attempt of `step` has begun, since it was retracted so often."""
+    return f"__workflow_begun__/{again(step, retractions)}"
+
+
 def child_step(key: str) -> str:
     """The step that a spawn records in the parent."""
     return f"child:{key}"

@@ -89,6 +89,9 @@ class Driver(Protocol):
     def set_attributes(self, values: dict[str, Any], name: str) -> Coroutine[Any, Any, None]:
         """Reserve the name now; the coroutine records the attributes as a step."""
 
+    def compensate(self) -> Coroutine[Any, Any, None]:
+        """The coroutine undoes what compensable steps have done."""
+
     def continue_as_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException:
         """What ends the round when it is raised."""
 
@@ -205,6 +208,11 @@ class Scope(metaclass=ABCMeta):
             retry=retry_or_none(retry, f"retry of step {step.name!r}"),
             timeout=seconds(timeout, f"timeout of step {step.name!r}"),
         )
+
+    def compensate(self) -> Coroutine[Any, Any, None]:
+        """Undo what this round's compensable steps have done, the newest first: call `compensate(result, *args)` of
+        each one that succeeded and has that option, as a recorded step. Call it where the body gives up, then raise."""
+        return self._driver("compensate").compensate()
 
     def scope(self, key: str) -> ScopedRun:
         """A view of this run whose step names begin with `key/`; scopes nest."""

@@ -15,6 +15,7 @@ from keiro.errors import DecodeFailed, InvalidCall
 from keiro.events import (
     ENGINE_EVENTS,
     AttemptFailed,
+    AttemptProgressed,
     AttemptStarted,
     Event,
     OpaqueEvent,
@@ -65,6 +66,8 @@ EXAMPLES: list[Event] = [
     StepRecorded(step="charge", result=Raw(b'{"paid":true,"note":"\xc3\xa9"}')),
     StepRecorded(step="charge#2", result=Raw(b"null"), attempt=3, started_at_ms=AT_MS, inputs_digest=DIGEST),
     AttemptStarted(step="charge", attempt=1),
+    AttemptStarted(step="charge", attempt=2, tier="compensable", idempotency_key="k", preimage=Raw(b'{"a":1}')),
+    AttemptProgressed(step="charge", attempt=1, checkpoint=Raw(b"[7]")),
     AttemptFailed(step="charge", attempt=2, failure=FAILURE),
     AttemptFailed(
         step="charge",
