@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -70,13 +71,15 @@ def test_what_cannot_be_asked_is_said(filled: Shell, arguments: list[str], said:
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_runs_are_found_by_their_attributes(filled: Shell) -> None:
+def test_runs_are_found_by_their_attributes(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+
     async def add() -> None:
-        async with keiro.Engine(f"sqlite:///{filled.folder}/keiro.db", workflows=[tagged]) as engine:
+        async with keiro.Engine(f"sqlite:///{tmp_path}/keiro.db", workflows=[tagged]) as engine:
             handle = await engine.start(tagged, id="t", attributes={"customer": "ada", "cents": 7})
             await handle.result()
 
     asyncio.run(add())
     options = ["--attribute", "customer=ada", "--attribute", "cents=7", "--attribute", "paid=true"]
-    assert ids(filled.json("find", *options)) == ["wf:tagged-t"]
-    assert ids(filled.json("find", "--attribute", 'cents="7"')) == []
+    assert ids(shell.json("find", *options)) == ["wf:tagged-t"]
+    assert ids(shell.json("find", "--attribute", 'cents="7"')) == []
