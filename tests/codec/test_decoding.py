@@ -100,6 +100,9 @@ class Duck:
     def __init__(self, sound: str) -> None:
         self.sound = sound
 
+    def __repr__(self) -> str:
+        return f"Duck({self.sound!r})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Duck) and other.sound == self.sound
 

@@ -769,9 +769,14 @@ async def test_settings_of_the_database_change_nothing(postgres_url: str, settin
             handles = await asyncio.gather(*both)
             assert {await handle.result(60) for handle in handles} == {"x"}
             assert len(await two.runs()) == 11
-            for connection in (store._writer, store._reader, await store._follower_now()):
-                assert connection is not None
-                assert (await connection.execute("SHOW transaction_isolation", ())).rows == [("read committed",)]
+            # One user at a time: the listing is followed on the third.
+            async with store._reading, store._following:
+                for connection in (store._reader, await store._follower_now()):
+                    assert connection is not None
+                    assert (await connection.execute("SHOW transaction_isolation", ())).rows == [("read committed",)]
+            assert store._writer is not None
+            writer = await store._writer.execute("SHOW transaction_isolation", ())
+            assert writer.rows == [("read committed",)]
             assert [event for event, _ in reports.seen if event != "worker_buried"] == []
         await intact(postgres_url, 10)
     finally:
