@@ -5,6 +5,7 @@ A test that needs PostgreSQL fails where there is none. Tests marked `soak` run 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def restartable_postgres() -> Iterator[PostgresServer]:
     """A server of this test alone: `url()`, `restart(immediate=True)`, `stop()`, `terminate_backends()`."""
     with PostgresServer() as server:
         yield server
+
+
+def spelled(value: object) -> str:
+    """A value in the name of a test, which is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 MakeEngine = Callable[..., Engine]

@@ -39,6 +39,7 @@ from keiro.run import (
     workflow_of,
 )
 from tests.aggregates import AT_MS, RUN, Basket, history, started, stored
+from tests.conftest import spelled
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -184,7 +185,7 @@ class Unrelated(WorkflowRun, name="unrelated"):
         None,
         lambda self: None,
     ],
-    ids=repr,
+    ids=spelled,
 )
 def test_what_is_no_command_of_the_class_is_refused(method: Any) -> None:
     with pytest.raises(InvalidCall, match=r"Basket"):
@@ -320,7 +321,7 @@ def test_a_value_that_would_not_be_read_back_rejects_the_command(value: Any) -> 
     assert (basket.items, basket.pending_events, basket.version) == ([], [], 0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), object(), "a\0b", "\ud800", {(1, 2): 3}], ids=repr)
+@pytest.mark.parametrize("value", [float("nan"), object(), "a\0b", "\ud800", {(1, 2): 3}], ids=spelled)
 def test_a_value_that_cannot_be_stored_rejects_the_command(value: Any) -> None:
     class Anything(WorkflowRun, name="anything"):
         @event("Noted")

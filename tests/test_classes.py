@@ -38,6 +38,7 @@ from keiro.run import (
     workflow_of,
 )
 from tests.aggregates import AT_MS, RUN, Basket, history, stored
+from tests.conftest import spelled
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -87,7 +88,7 @@ def test_workflow_of_takes_a_workflow_or_a_class() -> None:
 async def undecorated(run: WorkflowRun) -> None: ...
 
 
-@pytest.mark.parametrize("given", [undecorated, WorkflowRun, Basket(), "basket", None, Line], ids=repr)
+@pytest.mark.parametrize("given", [undecorated, WorkflowRun, Basket(), "basket", None, Line], ids=spelled)
 def test_workflow_of_says_what_to_pass(given: object) -> None:
     with pytest.raises(InvalidCall, match=r"pass a (function decorated|subclass)"):
         workflow_of(given)
@@ -454,7 +455,7 @@ def test_an_event_method_that_would_not_work_is_refused(spec: str, method: Any, 
         event(spec)(method)
 
 
-@pytest.mark.parametrize("spec", [5, None, StepRecorded, Basket, property(sync)], ids=repr)
+@pytest.mark.parametrize("spec", [5, None, StepRecorded, Basket, property(sync)], ids=spelled)
 def test_the_decorator_says_what_it_takes(spec: Any) -> None:
     with pytest.raises(InvalidCall, match=r"@keiro\.event takes"):
         event(spec)

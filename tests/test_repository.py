@@ -25,6 +25,7 @@ from keiro.repository import MemorySnapshots, RunRepository, SnapshotRow, reposi
 from keiro.run import WorkflowRun, new_events, workflow_of
 from keiro.snapshots import RunSnapshot
 from tests.aggregates import AT_MS, RUN, Basket, history
+from tests.conftest import spelled
 
 
 class Journal:
@@ -383,7 +384,7 @@ def test_declared_fields_are_restored_by_their_annotation() -> None:
         object(),
         "a\0b",
     ],
-    ids=repr,
+    ids=spelled,
 )
 def test_a_state_that_would_not_be_restored_exactly_is_not_taken(value: Any) -> None:
     class Loose(WorkflowRun, name="loosely"):

@@ -17,6 +17,7 @@ from keiro.errors import InvalidCall, InvalidName, RunSealed
 from keiro.retry import Retry
 from keiro.run import ScopedRun, WorkflowRun, bind, fold, new_events
 from tests.aggregates import RUN, Basket, history
+from tests.conftest import spelled
 
 
 class Recorder:
@@ -200,7 +201,7 @@ async def test_apply_sends_the_command_as_a_step(basket: Basket, driver: Recorde
     ]
 
 
-@pytest.mark.parametrize("method", [Basket.execute, charge, WorkflowRun.step, "add", None], ids=repr)
+@pytest.mark.parametrize("method", [Basket.execute, charge, WorkflowRun.step, "add", None], ids=spelled)
 def test_apply_refuses_what_is_no_command(method: Any, basket: Basket, driver: Recorder) -> None:
     with pytest.raises(InvalidCall, match="Basket"):
         basket.apply(method)
