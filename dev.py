@@ -24,7 +24,8 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 # The extra that a task needs, and its command.
 TASKS = {
     "demo": ("cli", [str(ENVIRONMENT / "bin" / "keiro"), "demo"]),
-    "test": ("test", [str(PYTHON), "-m", "pytest"]),
+    # Each process has a Postgres of its own.
+    "test": ("test", [str(PYTHON), "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]),
 }
 
 
