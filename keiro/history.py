@@ -269,12 +269,14 @@ class _Fold:
                 if (known := self.history.get(progress.step)) is not None and known.failed is None:
                     return  # it was on its way when the result was recorded
                 self.begun = {} if self.begun is None else self.begun
-                under_way = self.begun.setdefault(progress.step, Begun(progress.attempt))
-                under_way.attempt, under_way.checkpoint, under_way.failed = progress.attempt, progress.checkpoint, False
+                begun = self.begun.setdefault(progress.step, Begun(progress.attempt))
+                begun.checkpoint = progress.checkpoint
+                if progress.attempt > begun.attempt:  # else it was on its way when the attempt failed
+                    begun.attempt, begun.failed = progress.attempt, False
             case "AttemptFailed":
                 failed = _decode_failure(row.payload)
-                if self.begun is not None and (begun := self.begun.get(failed.step)) is not None:
-                    begun.attempt, begun.failed = failed.attempt, True
+                if self.begun is not None and (ended := self.begun.get(failed.step)) is not None:
+                    ended.attempt, ended.failed = failed.attempt, True
                 self.history[failed.step] = Recorded(
                     failed.step,
                     inputs_digest=failed.inputs_digest,

@@ -6,9 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 import keiro
+from keiro.decisions import Stored, new
 from keiro.events import AttemptFailed, AttemptProgressed, AttemptStarted, StepRecorded
+from keiro.failures import capture
+from keiro.history import past_of
 from tests.conftest import MakeEngine
 
 LIMIT_S = 30
@@ -415,6 +419,23 @@ async def test_f7_a_checkpoint_has_at_most_1_mib(make_engine: MakeEngine) -> Non
         with pytest.raises(keiro.WorkflowFailed) as failed:
             await engine.execute(beats)
         assert isinstance(failed.value.__cause__, keiro.PayloadRejected)
+
+
+def test_a_checkpoint_that_comes_after_the_end_of_its_attempt_changes_nothing_else() -> None:
+    """It is recorded beside the step, and may come last."""
+    failed = AttemptFailed(step="s", attempt=1, failure=capture(ValueError("cut")), next_attempt_at_ms=5)
+    late = AttemptProgressed(step="s", attempt=1, checkpoint=Raw(b"7"))
+    begun = AttemptStarted(step="s", attempt=1, tier="irreversible", idempotency_key="k")
+
+    def past(*events: Any) -> Any:
+        stored = [Stored(n, 1, n, b"", event.TOPIC, new(event, b"").payload, 1) for n, event in enumerate(events, 1)]
+        return past_of("wf:a-b", stored)
+
+    found = past(begun, failed, late).begun["s"]
+    assert (found.attempt, found.failed, found.key, bytes(found.checkpoint)) == (1, True, "k", b"7")
+    assert past(begun, StepRecorded(step="s", result=Raw(b"1")), late).begun == {}
+    again = past(begun, failed, late, AttemptProgressed(step="s", attempt=2, checkpoint=Raw(b"8"))).begun["s"]
+    assert (again.attempt, again.failed) == (2, False)
 
 
 def test_outside_a_step_there_is_no_attempt() -> None:
