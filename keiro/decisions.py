@@ -1039,12 +1039,15 @@ def _fire(command: Fire) -> Deciding:
         # Something came after it was parked: whoever drives the run on decides what was first.
         return Decision(VersionConflict(loaded.head.version))
     waits = _decode_state(loaded.present.payload).waits
-    due = [(wait.due_at_ms, wait.step) for wait in waits if wait.kind in ("sleep", "timeout")]
-    events: list[New] = []
-    for _, step in sorted((at, step) for at, step in due if at is not None and at <= command.at_ms):
-        _, event = yield from _recorded(loaded.run, step, b"null")
-        if event is not None:
-            events.append(event)
+    due = sorted(
+        (wait.due_at_ms, wait.step, wait.retracted)
+        for wait in waits
+        if wait.kind in ("sleep", "timeout") and wait.due_at_ms is not None and wait.due_at_ms <= command.at_ms
+    )
+    # None of them was recorded when the run was parked, and nothing was since.
+    events = [
+        new(StepRecorded(step=step, result=Raw(b"null")), ids(again(step, retracted))) for _, step, retracted in due
+    ]
     if not events:
         return Decision(VersionConflict(loaded.head.version))
     write = _write(loaded, tuple(events), command.at_ms)

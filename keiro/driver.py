@@ -1017,8 +1017,7 @@ class Driver:
         if known is not None and not known.failed:
             return  # it is recorded that this attempt has begun
         started = AttemptStarted(step=name, attempt=attempt, tier=step.tier, idempotency_key=key, preimage=preimage)
-        retractions = self._retracted.get(name, 0) if self._retracted else 0
-        event_id = self._ids(begun_step(name, retractions)) if known is None else uuid.uuid4().bytes
+        event_id = uuid.uuid4().bytes if known is not None else self._ids(begun_step(name, self.retractions(name)))
         await self._record(new(started, event_id))
         if self._attempts is None:
             self._attempts = {}
@@ -1139,6 +1138,10 @@ class Driver:
 
     def _again(self, name: str) -> str:
         return again(name, self._retracted.get(name, 0)) if self._retracted else name
+
+    def retractions(self, step: str) -> int:
+        """How often what was recorded of a step was retracted."""
+        return self._retracted.get(step, 0) if self._retracted else 0
 
     # Waits
 

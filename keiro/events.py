@@ -153,6 +153,8 @@ class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
     """`sleep`, `deferred`, `child`, `until` or `retry`; `timeout` beside one that has a limit."""
     step: str
     due_at_ms: int | None = None
+    retracted: int = 0
+    """How often what was recorded of the step had been retracted by then."""
 
 
 class StateChanged(Event, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future, Task, TimerHandle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -46,13 +46,13 @@ class _Open:
         self.clock = clock
         self.future = future
 
-    def shown(self) -> Iterator[Wait]:
+    def shown(self, retracted: Callable[[str], int]) -> Iterator[Wait]:
         """What the event that parks the run says of it: enough for others to fire its clock."""
         if self.clock is None or self.due_ms is None:
-            yield Wait(self.kind, self.step, self.due_ms)
+            yield Wait(self.kind, self.step, self.due_ms, retracted(self.step))
         else:
             yield Wait(self.kind, self.step)
-            yield Wait("timeout", self.clock, self.due_ms)
+            yield Wait("timeout", self.clock, self.due_ms, retracted(self.clock))
 
 
 class Waits:
@@ -200,7 +200,7 @@ class Waits:
             # are to run first. So a park that was refused is not tried again at once either.
             if (driver.version, self._begun) != self._mark or driver.busy or driver.sealed or self.come():
                 return
-            waits = tuple(dict.fromkeys(one for wait in self._open for one in wait.shown()))
+            waits = tuple(dict.fromkeys(one for wait in self._open for one in wait.shown(driver.retractions)))
             if not waits:
                 return
             consumed = driver.newly_consumed()

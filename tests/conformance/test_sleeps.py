@@ -427,3 +427,32 @@ async def test_wf_21_a_parked_run_says_what_it_waits_for(make_engine: MakeEngine
         assert (row.status, row.waiting_reason, row.waiting_token) == ("suspended", "deferred", "awk:d")
         assert row.wake_at_ms == last.waits[1].due_at_ms
         assert await step_names(handle) == []
+
+
+async def test_a_sleep_that_was_retracted_is_fired_anew_for_a_parked_run(
+    make_engine: MakeEngine, parks_at_once: None
+) -> None:
+    """Its record has an id of its own, which is told by the event that parked the run."""
+    fails = [True]
+
+    @keiro.workflow
+    async def naps(run: keiro.WorkflowRun) -> str:
+        await run.sleep(0.05, key="nap")
+        if fails:
+            raise ValueError("not yet")
+        return "rested"
+
+    async with make_engine(naps) as engine:
+        handle = await engine.start(naps, id="a")
+        with pytest.raises(keiro.WorkflowFailed):
+            await handle.result()
+        fails.clear()
+        await engine.retract_step(handle.run_id, "sleep:nap")
+        await engine.resurrect(handle.run_id)
+        await evicted(engine, handle)
+        assert await handle.result(timeout=20) == "rested"
+        assert await engine.reconcile() == []
+        naps_recorded = [
+            event async for event in handle.events() if isinstance(event, StepRecorded) and event.step == "sleep:nap"
+        ]
+        assert len(naps_recorded) == 2
