@@ -20,8 +20,10 @@ QUIET_S: Final = 0.01
 """When nothing was committed for so long, nobody is in the way."""
 REST: Final = 14
 """While others write, a pause is so many times as long as the work before it,"""
-FAR_BEHIND_S: Final = 2.0
-"""until the rows have been behind for so long. Then both are alike: who reads would wait for what piles up."""
+FAR_BEHIND_S: Final = 10.0
+"""until the rows have been behind for so long: who reads would wait for all that piles up."""
+FAR_REST: Final = 2
+"""Then a pause is so many times as long."""
 TURN_S: Final = 0.004
 """How long a transaction should take, because other commits wait for it on SQLite."""
 MOST: Final = 5000
@@ -94,7 +96,7 @@ class Lister:
                 self._away = True
                 await asyncio.sleep(AWAY_S)
                 continue
-            await self._rest(took * (REST if loop.time() - current_at < FAR_BEHIND_S else 1))
+            await self._rest(took * (REST if loop.time() - current_at < FAR_BEHIND_S else FAR_REST))
 
     async def _follow_some(self) -> tuple[float, bool]:
         """How long it took, and whether nothing is left."""
