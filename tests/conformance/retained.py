@@ -43,7 +43,9 @@ def tables(engine: keiro.Engine) -> list[str]:
 
 
 def execute(url: str, *statements: str) -> list[Any]:
-    """Run statements on a connection of one's own; the rows of the last one."""
+    """Run statements on a connection of one's own; the rows of the last one. What takes a lock of a whole table belongs
+    in a thread: an engine that is open may be in the middle of a transaction on it, and goes on with that only if the
+    event loop does."""
     if url.startswith("postgres"):
         with psycopg.connect(url, autocommit=True) as connection:
             for sql in statements:

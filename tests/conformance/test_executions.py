@@ -403,13 +403,13 @@ async def test_q6_an_error_of_the_store_is_told_and_leaves_nothing_open(sql_url:
         await populate(engine, 20)
         await engine.executions.list()
         schema = "keiro." if sql_url.startswith("postgres") else ""
-        execute(sql_url, f"ALTER TABLE {schema}keiro_executions RENAME TO away")
+        await asyncio.to_thread(execute, sql_url, f"ALTER TABLE {schema}keiro_executions RENAME TO away")
 
         with pytest.raises(StoreError):
             await engine.executions.list()
 
         assert await engine.execute(plain, 5) == 5
-        execute(sql_url, f"ALTER TABLE {schema}away RENAME TO keiro_executions")
+        await asyncio.to_thread(execute, sql_url, f"ALTER TABLE {schema}away RENAME TO keiro_executions")
         assert await pages(engine) == reference(await all_runs(engine))
 
 
@@ -859,9 +859,9 @@ async def test_cancelled_children_are_listed_below_their_parent(make_engine: Mak
 async def test_a_follower_that_is_refused_by_its_store_goes_on_later(sql_url: str) -> None:
     async with keiro.Engine(sql_url, workflows=[plain], migrate=True) as engine:
         schema = "keiro." if sql_url.startswith("postgres") else ""
-        execute(sql_url, f"ALTER TABLE {schema}keiro_execution_counts RENAME TO away")
+        await asyncio.to_thread(execute, sql_url, f"ALTER TABLE {schema}keiro_execution_counts RENAME TO away")
         await engine.execute(plain, id="one")
         with pytest.raises(StoreError):
             await engine.executions.list()
-        execute(sql_url, f"ALTER TABLE {schema}away RENAME TO keiro_execution_counts")
+        await asyncio.to_thread(execute, sql_url, f"ALTER TABLE {schema}away RENAME TO keiro_execution_counts")
         assert [one.run_id for one in (await engine.executions.list()).items] == ["wf:plain-one"]

@@ -433,13 +433,13 @@ async def test_a_round_that_cannot_be_deleted_stops_no_other_run(
             await waiting(engine, 5, key)
         with monkeypatch.context() as patch:
             name = "wf:turns-a" if store_url.startswith("memory") else "wf:turns-a#2"
-            refuse_to_delete(store_url, name, patch)
+            await asyncio.to_thread(refuse_to_delete, store_url, name, patch)
             found = await engine.gc(older_than=0)
         assert found.shortened == (("wf:turns-b", 3),)
         (one,) = found.failed
         assert one[0] == "wf:turns-a" and "not this one" in one[1]
         assert await ordinals(engine) == list(range(6))
-        allow_to_delete(store_url)
+        await asyncio.to_thread(allow_to_delete, store_url)
         assert (await engine.gc(older_than=0)).shortened == (("wf:turns-a", 3),)
         await all_is_well(engine)
 
@@ -463,9 +463,9 @@ async def test_a_child_does_not_go_before_a_failed_parent_that_cannot_be_deleted
         await engine.complete("wf:kid-k", "said", "yes")
         await engine.handle("wf:kid-k").result(LIMIT_S)
         with monkeypatch.context() as patch:
-            refuse_to_delete(store_url, handle.run_id, patch)
+            await asyncio.to_thread(refuse_to_delete, store_url, handle.run_id, patch)
             found = await engine.gc(older_than=0)
-        allow_to_delete(store_url)
+        await asyncio.to_thread(allow_to_delete, store_url)
         assert (found.collected, [name for name, _ in found.failed]) == ((), [handle.run_id])
         broken.clear()
         assert await engine.resurrect(handle.run_id)

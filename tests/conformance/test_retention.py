@@ -319,7 +319,7 @@ async def test_wf_154_and_wf_155_one_that_cannot_be_deleted_stops_no_other(
         for n in range(5):
             await engine.execute(plain, n, id=str(n))
         with monkeypatch.context() as patch:
-            refuse_to_delete(store_url, "wf:plain-2", patch)
+            await asyncio.to_thread(refuse_to_delete, store_url, "wf:plain-2", patch)
             found = await engine.gc(older_than=0)
         assert ids(found.collected) == [f"wf:plain-{n}" for n in (0, 1, 3, 4)]
         assert found.scanned == 5
@@ -327,7 +327,7 @@ async def test_wf_154_and_wf_155_one_that_cannot_be_deleted_stops_no_other(
         assert one[0] == "wf:plain-2" and "not this one" in one[1]
         assert await engine.handle("wf:plain-2").result(LIMIT_S) == 2
         assert await engine.execute(plain, 9, id="9") == 9
-        allow_to_delete(store_url)
+        await asyncio.to_thread(allow_to_delete, store_url)
         assert ids((await engine.gc(older_than=0)).collected) == ["wf:plain-2", "wf:plain-9"]
         assert rows_left(engine) == {}
 

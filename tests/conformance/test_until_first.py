@@ -399,7 +399,7 @@ async def test_a_race_survives_a_stop_at_every_version(
         lambda: make_engine(tour, strict=True), lambda engine: engine.start(tour, id="a"), others
     )
     assert result == [0, [0, "s"], [0, "d"]]
-    assert stops > 3
+    assert stops >= 3
     assert set(calls) == {0, "s"}
 
 
